@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_core.errors import RequestError
-from engine_core.media.containers import codec_of, opened
+from engine_core.media.containers import check_whole, codec_of, opened
 
 MAX_SECONDS = 1200.0
 _MOST_CHANNELS = 64  # of FFmpeg's decoders and resampler
@@ -46,8 +46,10 @@ def decode_audio(data: bytes, max_seconds: float = MAX_SECONDS) -> tuple[NDArray
                 )
             pieces += map(_mean, floats.resample(frame))
         pieces += map(_mean, floats.resample(None))
-        if not sum(map(len, pieces)):
+        count = sum(map(len, pieces))
+        if not count:
             raise RequestError("the sound has no samples")
+        check_whole(data, container, stream, "sound", count / rate)
         return np.concatenate(pieces), rate
 
 

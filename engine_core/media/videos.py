@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from engine_core.errors import RequestError
 from engine_core.inputs import Video
-from engine_core.media.containers import codec_of, opened
+from engine_core.media.containers import check_whole, codec_of, opened
 
 # Of all frames that are taken together: 150 MB as RGB.
 MAX_PIXELS = 50_000_000
@@ -55,6 +55,7 @@ def decode_video(data: bytes, max_pixels: int = MAX_PIXELS, max_frames: int = MA
             raise RequestError(
                 f"the video takes {seconds:.0f} s, and {MAX_SECONDS:.0f} are taken at most; cut it"
             )
+        check_whole(data, container, stream, "video", seconds)
         count = max(_FEWEST, round(seconds * _FPS))
         count = min(count, max_frames, len(packets), max_pixels // max(1, pixels))
         places = np.linspace(0, len(shown) - 1, count).round().astype(int)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import wave
+from fractions import Fraction
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,99 @@ def test_what_is_no_sound_is_refused() -> None:
     ):
         with pytest.raises(RequestError, match=said):
             decode_audio(wrong)
+
+
+def noise(form: str, codec: str, bits: int | None = None, **options: str) -> bytes:
+    """Two seconds that cannot be compressed, so that half of the file is half of the sound."""
+    out, rate = BytesIO(), 16000
+    values = np.random.default_rng(0).normal(0, 0.1, (1, 2 * rate)).astype(np.float32)
+    with av.open(out, "w", format=form, options=options) as container:
+        stream = container.add_stream(codec, rate=rate, layout="mono")
+        if bits is not None:
+            stream.bit_rate = bits
+        name, size = stream.codec_context.format.name, stream.codec_context.frame_size or 1000
+        width = 0 if name.startswith("flt") else int(name[1:3])
+        given = (values * 2 ** (width - 1)).astype(f"<i{width // 8}") if width else values
+        for start in range(0, given.shape[1], size):
+            piece = np.ascontiguousarray(given[:, start : start + size])
+            frame = av.AudioFrame.from_ndarray(piece, format=name, layout="mono")
+            frame.sample_rate, frame.pts, frame.time_base = rate, start, Fraction(1, rate)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("form", "codec"),
+    [
+        ("wav", "pcm_s16le"),
+        ("aiff", "pcm_s16be"),
+        ("flac", "flac"),
+        ("mp3", "mp3"),
+        ("matroska", "flac"),
+    ],
+)
+def test_a_sound_that_is_cut_off_is_refused(form: str, codec: str) -> None:
+    data = noise(form, codec)
+    samples, rate = decode_audio(data)
+    assert abs(len(samples) / rate - 2) < 0.1
+    with pytest.raises(RequestError, match=r"the sound is truncated: it has [01]\.\d|is damaged"):
+        decode_audio(data[: len(data) // 2])
+
+
+def test_a_tag_ahead_of_an_mp3_file_hides_nothing() -> None:
+    data = noise("mp3", "mp3")
+    tag = b"ID3\x03\0\0" + bytes((0, 0, 40, 0)) + bytes(40 * 128)
+    body = data[10 + sum(byte << 7 * (3 - at) for at, byte in enumerate(data[6:10])) :]
+    assert len(decode_audio(tag + body)[0]) > 30000
+    with pytest.raises(RequestError, match=r"the sound is truncated: it has 0\.\d"):
+        decode_audio(tag + body[: len(body) // 2])
+
+
+def test_an_mp3_file_without_a_table_is_heard_at_any_rates_of_its_frames() -> None:
+    """FFmpeg takes the first frame's rate for that of all."""
+    bare = {"write_xing": "0", "id3v2_version": "0"}
+    small, large = (noise("mp3", "mp3", bits, **bare) for bits in (8000, 160000))
+    assert len(large) > 15 * len(small)
+    samples, rate = decode_audio(small + large)
+    assert 3.8 < len(samples) / rate < 4.4
+
+
+@pytest.mark.parametrize("size", [0, 2**31 - 1, 2**32 - 1, 0x7FFFF000])
+def test_a_wave_file_that_was_written_as_it_came_is_heard(size: int) -> None:
+    """Who streams it does not know how much there will be."""
+    data, values = sound()
+    assert data[36:40] == b"data"
+    samples, _ = decode_audio(data[:40] + struct.pack("<I", size) + data[44:])
+    assert len(samples) == len(values)
+
+
+def test_a_sound_of_which_a_packet_is_missing_is_heard() -> None:
+    data, values = sound()
+    assert len(decode_audio(data[:-40])[0]) == len(values) - 10
+
+
+@pytest.mark.parametrize(("form", "codec"), [("matroska", "libx264"), ("flv", "flv")])
+def test_a_video_that_is_cut_off_is_refused(form: str, codec: str) -> None:
+    data = video(50, form=form, codec=codec)
+    assert len(decode_video(data)) == 10
+    with pytest.raises(RequestError, match=r"the video is truncated: it has [0-3]\.\d.* 5\.00 s"):
+        decode_video(data[: len(data) // 2])
+
+
+def test_a_video_whose_index_comes_first_is_refused_if_it_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "clip.mp4"
+    with av.open(str(path), "w", options={"movflags": "faststart"}) as container:
+        stream = container.add_stream("libx264", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for seed in range(40):
+            pixels = np.random.default_rng(seed).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    data = path.read_bytes()
+    assert len(decode_video(data)) == 8
+    with pytest.raises(RequestError, match=r"the video is truncated: it has [12]\.\d"):
+        decode_video(data[: len(data) // 2])
 
 
 def patched(data: bytes, place: int, value: int) -> bytes:
