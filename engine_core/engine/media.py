@@ -290,7 +290,7 @@ class MediaIntake:
                 made.cancel()
                 raise
         self._count(items=len(parts))
-        _then(work, made, lambda work: self._end(work, asked), partial(self._told, parts))
+        _then(work, made, lambda work: self._end(work, asked), partial(self._told, wanted))
         return made
 
     def _asked(
@@ -347,12 +347,19 @@ class MediaIntake:
             made = in_shared_memory(made)
         return Made(made, 0.0, time.perf_counter() - begin)
 
-    def _told(self, parts: Sequence[MediaPart], error: BaseException) -> BaseException:
+    def _told(
+        self, wanted: Mapping[str, Sequence[MediaPart]], error: BaseException
+    ) -> BaseException:
         """Why what is shown was not processed, with its place in the request."""
+        parts = [part for each in wanted.values() for part in each]
         place = _place(parts)
         self._count(refused=not isinstance(error, EngineError) or isinstance(error, RequestError))
         if isinstance(error, RequestError) and error.param in (None, "multi_modal_data"):
             return type(error)(str(error), param=place)
+        if isinstance(error, RequestError) and error.param in (named := _family_names(wanted)):
+            one, said = named[error.param]
+            text = str(error).removeprefix(said)
+            return type(error)(f"{one.param}: {text}", param=one.param)
         if isinstance(error, EngineError):
             return error
         what = "processed" if isinstance(error, WorkerError | MemoryError) else "handed to a worker"
@@ -387,6 +394,17 @@ class MediaIntake:
 def _place(parts: Sequence[MediaPart]) -> str:
     """Where in the request it stands: the part, or what all of them stand in."""
     return parts[0].param if len(parts) == 1 else parts[0].param.split(".")[0]
+
+
+def _family_names(
+    wanted: Mapping[str, Sequence[MediaPart]],
+) -> dict[str | None, tuple[MediaPart, str]]:
+    """The parts by what a family's processor calls each, and what its refusal begins with."""
+    return {
+        f"multi_modal_data.{kind}.{index}": (part, f"{kind} {index}: ")
+        for kind, parts in wanted.items()
+        for index, part in enumerate(parts)
+    }
 
 
 def _flattened(first: Future[_First], then: Callable[[_First], Future[_Then]]) -> Future[_Then]:

@@ -204,7 +204,6 @@ class InternVLProcessor:
 
         from engine_core_internvl.pixels import Tiler, to_frames, to_pixels
 
-        name = f"{kind} {index}"
         if isinstance(item, MediaItem):
             return item
         tiler = Tiler(self._tile_size)
@@ -223,7 +222,8 @@ class InternVLProcessor:
             else:
                 tiles = self._tiles(tiler, to_pixels(item), settings)
         except RequestError as error:
-            raise RequestError(f"{name}: {error}", param="multi_modal_data") from None
+            param = f"multi_modal_data.{kind}.{index}"
+            raise RequestError(f"{kind} {index}: {error}", param=param) from None
         span = (0, len(tiles) * self._per_tile)
         return MediaItem(kind, media_digest(kind, tiles), span, {"pixel_values": tiles})
 

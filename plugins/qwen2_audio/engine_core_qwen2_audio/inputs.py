@@ -127,7 +127,8 @@ class Qwen2AudioProcessor:
                 features = self._extractor.features(samples)
                 digest = media_digest("samples", samples)
         except RequestError as error:
-            raise RequestError(f"audio {index}: {error}", param="multi_modal_data") from None
+            param = f"multi_modal_data.audio.{index}"
+            raise RequestError(f"audio {index}: {error}", param=param) from None
         return MediaItem("audio", digest, (0, num_embeddings(features)), {"features": features})
 
     def _given_features(self, given: Mapping[str, Any]) -> NDArray[np.float32]:

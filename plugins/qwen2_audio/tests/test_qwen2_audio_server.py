@@ -7,6 +7,8 @@ import json
 import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from engine_core.testing.reference import prepare
 from engine_core_qwen2_audio.conformance import CASES
 
+av: Any = pytest.importorskip("av", reason="PyAV is not installed")
 httpx: Any = pytest.importorskip("httpx", reason="httpx is not installed")
-pytest.importorskip("av", reason="PyAV is not installed")
 serving: Any = pytest.importorskip("serving", reason="the server's packages are not installed")
 
 SPECIAL = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "<|im_start|>", "<|im_end|>")
@@ -51,6 +53,21 @@ def wave(samples: Any, rate: int = 16000, channels: int = 1, form: int = 1) -> b
     return b"RIFF" + struct.pack("<I", len(body)) + body
 
 
+def silence(form: str, codec: str, seconds: float, rate: int = 16000) -> bytes:
+    """A file of another format, in which an hour takes little."""
+    out = BytesIO()
+    with av.open(out, "w", format=form) as container:
+        stream = container.add_stream(codec, rate=rate, layout="mono")
+        name, size = stream.codec_context.format.name, stream.codec_context.frame_size or 1152
+        for start in range(0, int(seconds * rate), size):
+            piece = np.zeros((1, size), {"s16": "<i2", "s32p": "<i4", "fltp": "<f4"}[name])
+            frame = av.AudioFrame.from_ndarray(piece, format=name, layout="mono")
+            frame.sample_rate, frame.pts, frame.time_base = rate, start, Fraction(1, rate)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return out.getvalue()
+
+
 def sound(content: bytes | str, **more: Any) -> dict[str, Any]:
     data = content if isinstance(content, str) else base64.b64encode(content).decode()
     return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}, **more}
@@ -68,6 +85,7 @@ def ask(server: Any, *parts: Any, key: str = "a", **more: Any) -> Any:
 TONE = (8000 * np.sin(np.arange(4000) / 5)).astype("<i2")
 TYPED = {"type": "text", "text": "<|AUDIO|>"}
 PART = "messages.0.content.0.input_audio"
+HOUR = silence("flac", "flac", 3601, rate=1000)
 REFUSED: dict[str, tuple[list[Any], dict[str, Any], str, str]] = {
     "nothing": ([sound("")], {}, PART, "there is no audio"),
     "base64": ([sound("a$b=")], {}, PART, "its base64 is wrong"),
@@ -82,7 +100,46 @@ REFUSED: dict[str, tuple[list[Any], dict[str, Any], str, str]] = {
         [sound(wave(np.full(4000, np.nan, "<f4"), form=3))],
         {},
         PART,
-        "its samples are not all finite",
+        f"{PART}: its samples are not all finite",
+    ),
+    "NaN behind another": (
+        [sound(wave(TONE)), sound(wave(np.full(4000, np.nan, "<f4"), form=3))],
+        {},
+        "messages.0.content.1.input_audio",
+        "messages.0.content.1.input_audio: its samples are not all finite",
+    ),
+    "cut off": ([sound(wave(TONE)[:2000])], {}, PART, "the sound is truncated: it has 0.06 s"),
+    "an hour": ([sound(HOUR)], {}, PART, "the sound takes more than 1200 s"),
+    "an hour cut": (
+        [sound(HOUR)],
+        {"mm_processor_kwargs": {"truncation": True}},
+        PART,
+        "the sound takes more than 1200 s",
+    ),
+    "no FLAC": ([sound(silence("flac", "flac", 0))], {}, PART, "the sound has no samples"),
+    "a picture": (
+        [{"type": "image_url", "image_url": {"url": "data:image/png;base64,aaaa"}}],
+        {},
+        "messages.0.content.0.image_url",
+        "has 'image', and Qwen2AudioForConditionalGeneration takes audio and text",
+    ),
+    "a picture as sound": (
+        [sound(b"\x89PNG\r\n\x1a\n" * 9)],
+        {},
+        PART,
+        "is no sound in one of wav",
+    ),
+    "a playlist": (
+        [sound(b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n")],
+        {},
+        PART,
+        "the data is no sound in one of wav",
+    ),
+    "a file": (
+        [{"type": "audio_url", "audio_url": {"url": "file:///etc/passwd"}}],
+        {},
+        "messages.0.content.0.audio_url",
+        "files are not read",
     ),
     "long": ([sound(wave(np.zeros(20000, "<i2")))], {}, PART, "it is 1.25 s long, and a sound may"),
     "short": ([sound(wave(TONE[:99]))], {}, PART, "it is too short"),
@@ -138,6 +195,8 @@ def test_many_channels_and_large_samples_are_heard(server: Any) -> None:
         wave(np.full(4000, 1e38, "<f4"), form=3),
         wave(np.zeros(4000, "<i2")),
         wave(TONE[:3000], rate=15999),
+        silence("flac", "flac", 0.4, rate=96000),
+        silence("mp3", "mp3", 0.4, rate=44100),
     ):
         answer = ask(server, sound(data))
         assert answer.status_code == 200, answer.text

@@ -200,7 +200,6 @@ class Qwen2VLProcessor:
         """An item as the caller gave it, as it would be in a prompt of its own."""
         from engine_core_qwen2_vl.pixels import to_frames, to_pixels
 
-        name = f"{kind} {index}"
         if isinstance(item, MediaItem):
             return item
         interval = 1.0
@@ -232,7 +231,8 @@ class Qwen2VLProcessor:
             digest = media_digest(kind, *frames, *patches.grid, interval)
             return self._made(kind, digest, patches, interval)
         except RequestError as error:
-            raise RequestError(f"{name}: {error}", param="multi_modal_data") from None
+            param = f"multi_modal_data.{kind}.{index}"
+            raise RequestError(f"{kind} {index}: {error}", param=param) from None
 
     def _made(self, kind: str, digest: bytes, patches: Patches, interval: float) -> MediaItem:
         import numpy as np

@@ -253,9 +253,9 @@ def test_objects_that_are_no_pictures_are_named(llm: LLM) -> None:
     closed = Image.fromarray(PIXELS)
     closed.close()
     for given, said in (
-        (closed, "image 0: an image cannot be read: Operation on closed image"),
-        ((PIXELS, 16000), "image 0: .* got tuple"),
-        ([[PIXELS, 5]], "image 0: .* got list"),
+        (closed, "multi_modal_data.image.0: an image cannot be read: Operation on closed image"),
+        ((PIXELS, 16000), "multi_modal_data.image.0: .* got tuple"),
+        ([[PIXELS, 5]], "multi_modal_data.image.0: .* got list"),
         (PIXELS.astype(float), "got ndarray of float64"),
         ({1}, "got set"),
     ):

@@ -193,7 +193,8 @@ class QWenVLProcessor(QWenProcessor):
         try:
             pixels = (given_pixels if isinstance(item, Mapping) else image_pixels)(item, self._size)
         except RequestError as error:
-            raise RequestError(f"image {index}: {error}", param="multi_modal_data") from None
+            param = f"multi_modal_data.image.{index}"
+            raise RequestError(f"image {index}: {error}", param=param) from None
         digest = media_digest("image", pixels)
         return MediaItem("image", digest, (0, EMBEDDINGS), {"pixel_values": pixels})
 
