@@ -222,6 +222,8 @@ class MediaSources:
                 f"with https or file where the server allows it; this is {given}"
             )
         host = (url.hostname or "").lower()
+        if not host:
+            raise RequestError(f"{value[:80]!r} is no address: it names no host")
         usual = _PORTS[url.scheme]
         named = host if port in (None, usual) else f"{host}:{port}"
         if named not in self._domains or url.username is not None:
@@ -259,6 +261,8 @@ class MediaSources:
                     raise RequestError(f"{path.name!r} is no file")
                 self._check_size(status.st_size)
                 return file.read()
+        except RequestError:
+            raise
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise RequestError(f"{path.name!r} cannot be read: {reason}") from None

@@ -154,7 +154,7 @@ REFUSED = {
     "a name in front": ("http://public.example@other.example/", "'other.example' are not", 0),
     "a user": ("http://me:key@public.example/fine", "are not fetched", 0),
     "a longer name": ("http://public.example.other/fine", "are not fetched", 0),
-    "no host": ("http:///fine", "'' are not fetched", 0),
+    "no host": ("http:///fine", "is no address: it names no host", 0),
     "a private host": ("http://private.example/fine", "not public", 0),
     "a half private host": ("http://both.example/fine", "not public", 0),
     "this machine": ("http://127.0.0.1/fine", "not public", 0),
