@@ -52,6 +52,7 @@ class ErrorCode(StrEnum):
     ARCHITECTURE_UNKNOWN = "architecture-unknown"
     CACHE_MEMORY = "memory-cache-too-small"
     REQUEST = "request-invalid"
+    PROMPT_TOO_LONG = "prompt-too-long"
     CHAT_TEMPLATE = "chat-template-invalid"
     TASK = "task-unsupported"
     QUEUE_FULL = "queue-full"

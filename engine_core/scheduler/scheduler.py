@@ -21,7 +21,7 @@ from engine_core.cache import (
     open_groups,
 )
 from engine_core.configs import CacheConfig, CacheGroup, SchedulerConfig
-from engine_core.errors import RequestError
+from engine_core.errors import ErrorCode, RequestError
 from engine_core.inputs import MediaItem
 from engine_core.scheduler.encoder_cache import EncoderCache
 from engine_core.scheduler.lockstep import MOST_KEPT, MOST_STOPS, Lockstep
@@ -154,12 +154,14 @@ def check_sequence(sequence: Sequence, config: SchedulerConfig) -> None:
         if sequence.prompt_len > sequence.max_model_len:
             raise RequestError(
                 f"{name}: a prompt of {sequence.prompt_len} tokens is longer than max_model_len "
-                f"{sequence.max_model_len}; shorten it, or cut it with truncate_prompt_tokens"
+                f"{sequence.max_model_len}; shorten it, or cut it with truncate_prompt_tokens",
+                code=ErrorCode.PROMPT_TOO_LONG,
             )
     elif sequence.prompt_len >= sequence.max_model_len:
         raise RequestError(
             f"{name}: a prompt of {sequence.prompt_len} tokens leaves no room for output in "
-            f"max_model_len {sequence.max_model_len}; shorten the prompt"
+            f"max_model_len {sequence.max_model_len}; shorten the prompt",
+            code=ErrorCode.PROMPT_TOO_LONG,
         )
     room = sequence.max_model_len - sequence.prompt_len
     if sequence.sampling.min_tokens > room:

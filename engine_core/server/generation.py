@@ -299,6 +299,11 @@ class Generation:
             if service.phase == "draining":
                 raise unavailable(DRAINING, "draining") from None
             raise
+        except RequestError as error:
+            if error.code is not ErrorCode.PROMPT_TOO_LONG:
+                raise
+            # With what it shows: its text alone was measured before.
+            raise service.too_long(str(error), "multi_modal_data") from None
         guided_by = None if params.guided is None else _guided_place(body)
         completes = body.max_tokens != 0
         return cls(service, context, streams, completes=completes, guided_by=guided_by)

@@ -189,14 +189,17 @@ class Service:
             raise self._too_long(f"{size} bytes of text", tokens, param)
 
     def _too_long(self, size: str, most: str, param: str) -> ApiError:
+        return self.too_long(f"it has {size}, and the longest taken here has {most}", param)
+
+    def too_long(self, why: str, param: str) -> ApiError:
         """Status 400, in words by which clients that do not look at the code tell it from others.
 
         langchain-openai looks for the first of them, litellm and pydantic-ai for the last.
         """
         return ApiError(
             400,
-            f"the prompt is too long: it has {size}, and the longest taken here has {most}; "
-            f"this model's maximum context length is {self.engine.max_model_len} tokens",
+            f"the prompt is too long: {why}; this model's maximum context length is "
+            f"{self.engine.max_model_len} tokens",
             param=param,
             code="context_length_exceeded",
         )
