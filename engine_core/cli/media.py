@@ -32,12 +32,16 @@ class FilePart(dict[str, Any]):
         try:
             if not path.is_file():
                 known = "is no file" if path.exists() else "is not there; check the path"
+                if re.match(r"https?:/", str(path)):
+                    known = "is an address; fetch it, and give the file"
                 raise RequestError(f"{kind} {path} {known}")
             if (size := path.stat().st_size) > _LARGEST_BYTES:
                 raise RequestError(
                     f"{kind} {path} has {size} bytes, and {_LARGEST_BYTES} are taken at most"
                 )
             content = path.read_bytes()
+        except RequestError:
+            raise
         except (OSError, ValueError) as error:
             raise RequestError(f"{kind} {path} cannot be read: {error}") from None
         guessed = mimetypes.guess_type(path.name)[0] or ""

@@ -121,6 +121,7 @@ def test_a_chat_shows_pictures_here_and_on_a_server(folder: Path, offline: dict[
         f"/image '{folder / 'my two.png'}'",
         TEXT,
         "/image gone.png",
+        "/image https://example.org/a.png",
         f"/audio {folder / 'one.png'}",
     )
     texts = [offline[which].outputs[0].text for which in ("one", "both")]
@@ -136,4 +137,6 @@ def test_a_chat_shows_pictures_here_and_on_a_server(folder: Path, offline: dict[
         assert "(the next message still has its files; /image alone takes them out)" in done.stderr
         assert "the next message has no image" in done.stderr
         assert "image gone.png is not there" in done.stderr
+        assert "cannot be read" not in done.stderr
+        assert "image https:/example.org/a.png is an address" in done.stderr
         assert f"one.png is given as audio, and {name} takes image, video and text" in done.stderr
