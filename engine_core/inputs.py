@@ -16,7 +16,7 @@ from hashlib import blake2b
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
-from engine_core.errors import RequestError
+from engine_core.errors import OptionError, RequestError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -128,6 +128,32 @@ def check_media_kinds(media: Mapping[str, Sequence[Any]], kinds: Sequence[str]) 
             f"not {', '.join(unknown)}",
             param="multi_modal_data",
         )
+
+
+def check_media_options(
+    processor: InputProcessor | None, options: Mapping[str, Any], architecture: str
+) -> None:
+    """Refuse the server's own ``mm_processor_kwargs``, which every request would be refused for.
+
+    A family that looks at options only where there are items is asked in vain.
+
+    Raises:
+        OptionError: the family does not know them, or the model takes text alone.
+    """
+    if not options:
+        return
+    if not isinstance(processor, MediaProcessor):
+        raise OptionError(
+            "mm_processor_kwargs are for models that see or hear, and "
+            f"{architecture} takes text alone; leave them out"
+        )
+    try:
+        processor.process_media([], {}, options)
+    except RequestError as error:
+        if error.param == "mm_processor_kwargs":
+            raise OptionError(str(error)) from None
+    except Exception:  # of a prompt without tokens, which is none
+        return
 
 
 def find_placeholders(

@@ -62,7 +62,7 @@ from engine_core.errors import (
     RequestError,
     WeightsMismatchError,
 )
-from engine_core.inputs import MediaLimit
+from engine_core.inputs import MediaLimit, check_media_options
 from engine_core.kernels import GPU, gpu_of
 from engine_core.nn.attention import cache_specs
 from engine_core.nn.fusions import fusions
@@ -265,7 +265,10 @@ class _Check:
             )
             self.generates = self.model_config.pooling is None
         with self._collecting():
-            self.media = media_limits(registry.input_processor(self.model_config))
+            processor = registry.input_processor(self.model_config)
+            self.media = media_limits(processor)
+            given = self.config.mm_processor_kwargs
+            check_media_options(processor, given, self.model_config.architecture)
         self.dtype = platform.resolve_dtype(self.config, device, self.model_config.dtype)
         self._check_special_ids(self.model_config, checkpoint)
         with self._collecting("generation-config-invalid"):

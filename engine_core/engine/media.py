@@ -17,12 +17,13 @@ from typing import Any, NamedTuple, TypeVar
 from engine_core.configs import EngineConfig, ModelConfig
 from engine_core.engine.media_worker import Made, in_shared_memory
 from engine_core.engine.prompt_inputs import process_prompt
-from engine_core.errors import EngineError, OptionError, RequestError
+from engine_core.errors import EngineError, RequestError
 from engine_core.inputs import (
     InputProcessor,
     MediaItem,
     MediaProcessor,
     ProcessedPrompt,
+    check_media_options,
     packed_token_ids,
 )
 from engine_core.media.cache import MediaCache, MediaStats, content_key
@@ -75,11 +76,7 @@ class MediaIntake:
         self._processor = processor if isinstance(processor, MediaProcessor) else None
         self._model_config = model_config
         self._config = config
-        if config.mm_processor_kwargs and self._processor is None:
-            raise OptionError(
-                "mm_processor_kwargs are for models that see or hear, and "
-                f"{model_config.architecture} takes text alone; leave them out"
-            )
+        check_media_options(processor, config.mm_processor_kwargs, model_config.architecture)
         self._sources = MediaSources(config.allowed_local_media_path, config.allowed_media_domains)
         self._stats = MediaStats()
         self._lock = threading.Lock()

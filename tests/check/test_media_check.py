@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,26 @@ def test_what_it_takes_and_the_memory_of_its_encoder(model: Path) -> None:
         "text; image of up to 1003520 pixels (1280 tokens); video of up to 602112" in shown.output
     )
     assert "encoder" in shown.output
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"max_pixels": 0}, "mm_processor_kwargs: max_pixels must be a positive integer, got 0"),
+        ({"colour": 1}, "mm_processor_kwargs: 'colour' is not one of min_pixels, max_pixels"),
+    ],
+)
+def test_options_that_every_picture_would_be_refused_for(
+    model: Path, given: dict[str, int], said: str
+) -> None:
+    config = EngineConfig(kv_cache_memory=2**24, mm_processor_kwargs=given)
+    report = check_model(model, config)
+    assert not report.will_run
+    (problem,) = report.errors
+    assert problem.code == "option-invalid"
+    assert said in problem.message
+    with pytest.raises(OptionError, match=re.escape(said)):
+        LLM(str(model), config)
 
 
 @pytest.mark.parametrize(
