@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from engine_core.errors import RequestError
+from engine_core.inputs import once_each
 from engine_core.media.parts import MediaPart, prompt_media, split_media
 
 URL = "data:image/png;base64,AA=="
@@ -132,3 +133,15 @@ def test_items_that_do_not_fit_are_refused(data: Any, uuids: Any, param: str) ->
     with pytest.raises(RequestError) as refused:
         prompt_media(data, uuids)
     assert refused.value.param == param
+
+
+def test_what_is_the_same_object_is_made_once() -> None:
+    first, second = [1], [1]  # equal, and two
+    asked: list[tuple[int, object]] = []
+
+    def make(index: int, value: object) -> int:
+        asked.append((index, value))
+        return len(asked)
+
+    assert once_each([first, second, first, first], make) == [1, 2, 1, 1]
+    assert [index for index, _ in asked] == [0, 1]
