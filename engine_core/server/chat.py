@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -180,6 +181,27 @@ def understood(
         )
     prompt = service.truncated(prompt, body.truncate_prompt_tokens, "messages")
     return chat, chat.reasoned(params, prompt), prompt
+
+
+def name_pictures(context: RequestContext, chat: ChatBody, own: Sequence[str]) -> None:
+    """Have errors name pictures by their places in the request that ``chat`` was made of.
+
+    Args:
+        context: of the request.
+        chat: the chat that it became.
+        own: the places in the request, in their order. Pictures of earlier requests, which come
+            before them in the chat, keep their names.
+    """
+    places = [
+        f"messages.{index}.content.{number}.image_url"
+        for index, message in enumerate(chat.messages)
+        if isinstance(message.content, list)
+        for number, part in enumerate(message.content)
+        if not isinstance(part, TextPart)
+    ]
+    ends = zip(reversed(places), reversed(own), strict=False)
+    names = [(re.escape(place), name) for place, name in ends]
+    context.field_names = (*names, *context.field_names)
 
 
 def refuse_to_count(parts: Sequence[MediaPart]) -> None:

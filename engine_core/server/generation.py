@@ -302,8 +302,9 @@ class Generation:
         except RequestError as error:
             if error.code is not ErrorCode.PROMPT_TOO_LONG:
                 raise
-            # With what it shows: its text alone was measured before.
-            raise service.too_long(str(error), "multi_modal_data") from None
+            # With what it shows: its text alone was measured before. The name is the server's.
+            _, _, why = str(error).partition(": ")
+            raise service.too_long(why, "multi_modal_data") from None
         guided_by = None if params.guided is None else _guided_place(body)
         completes = body.max_tokens != 0
         return cls(service, context, streams, completes=completes, guided_by=guided_by)

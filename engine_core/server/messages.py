@@ -19,6 +19,7 @@ from engine_core.server.body import read_body, validated
 from engine_core.server.chat import (
     Chat,
     answer_in_form,
+    name_pictures,
     refuse_to_count,
     template_messages,
     understood,
@@ -76,6 +77,7 @@ async def count_tokens(request: Request) -> Response:
 
     def count() -> int:
         asked = _chat_body(body, model=service.check_model(body.model))
+        name_pictures(context, asked, _pictures(body))
         refuse_to_count(split_media(template_messages(asked.messages))[1])
         return len(Chat(service, context, asked).prompt())
 
@@ -88,6 +90,7 @@ def _understood(
 ) -> tuple[Chat, SamplingParams, list[int], _Message]:
     common = {name: getattr(body, name) for name in CommonBody.model_fields}
     asked = _chat_body(body, max_tokens=body.max_tokens, stop=body.stop_sequences, **common)
+    name_pictures(context, asked, _pictures(body))
     check_common(asked, service)
     chat, params, prompt = understood(service, context, asked)
     form = _Message(context, service.check_model(body.model), splits_usage=_names_cache(body))
@@ -148,6 +151,17 @@ def _thinking(body: MessagesPrompt) -> dict[str, Any]:
     if isinstance(body.thinking, ThinkingDisabled):
         return {"enable_thinking": False, "thinking": False}
     return {}
+
+
+def _pictures(body: MessagesPrompt) -> list[str]:
+    """Places of pictures in the body."""
+    return [
+        f"messages.{index}.content.{number}.source"
+        for index, turn in enumerate(body.messages)
+        if not isinstance(turn.content, str)
+        for number, block in enumerate(turn.content)
+        if isinstance(block, ImageBlock)
+    ]
 
 
 def _turn(turn: UserTurn | AssistantTurn | SystemTurn) -> Iterator[dict[str, Any]]:

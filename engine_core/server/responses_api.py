@@ -16,7 +16,7 @@ from fastapi.responses import Response
 
 from engine_core.configs import SamplingParams
 from engine_core.server.body import now, validated
-from engine_core.server.chat import Chat, answer_in_form
+from engine_core.server.chat import Chat, answer_in_form, name_pictures
 from engine_core.server.context import RequestContext
 from engine_core.server.encoding import encode, named_event
 from engine_core.server.errors import ApiError
@@ -32,6 +32,7 @@ from engine_core.server.responses_protocol import (
     Content,
     FunctionChoice,
     Input,
+    InputImage,
     InputText,
     Item,
     JsonSchemaTextFormat,
@@ -206,6 +207,7 @@ def _understood(
     conversation += _messages(body.input)
     asked = _chat_body(body, conversation)
     check_common(asked, service)
+    name_pictures(context, asked, _pictures(body.input))
     chat = Chat(service, context, asked)
     params = chat.sampling_params()
     if body.truncation == "auto" and not chat.media:  # which belongs to its turns
@@ -292,6 +294,17 @@ def _messages(items: str | Sequence[Item]) -> list[dict[str, Any]]:
         else:
             answer["content"] = _text(item.content)
     return made
+
+
+def _pictures(items: str | Sequence[Item]) -> list[str]:
+    """Places of pictures in the input."""
+    return [
+        f"input.{index}.content.{number}.image_url"
+        for index, item in enumerate(items)
+        if isinstance(item, UserItem) and not isinstance(item.content, str)
+        for number, part in enumerate(item.content)
+        if isinstance(part, InputImage)
+    ]
 
 
 def _message_content(content: str | Sequence[Input]) -> str | list[dict[str, Any]]:

@@ -277,7 +277,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "content.0.image_url has 'image', "),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "content.0.source has 'image', "),
         ({"messages": [{"role": "user", "content": [FILE]}]}, "messages.0.content.0.*'file'"),
         ({"messages": [{"role": "assistant", "content": [IMAGE]}]}, "messages.0.content.*'image'"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),

@@ -440,7 +440,11 @@ IMAGE = {"type": "input_image", "image_url": "https://example.org/a.png", "detai
     ("wrong", "param", "said"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'web_search'"),
-        ({"input": [{"role": "user", "content": [IMAGE]}]}, "input", "takes text alone"),
+        (
+            {"input": [{"role": "user", "content": [IMAGE]}]},
+            "input.0.content.0.image_url",
+            "takes text alone",
+        ),
         (
             {"input": [{"role": "assistant", "content": [IMAGE]}]},
             "input.0.content.0.type",

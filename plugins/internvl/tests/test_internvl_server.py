@@ -239,8 +239,48 @@ def test_more_than_the_context_holds_is_told_as_that(server: Any) -> None:
     assert refused.status_code == 400
     error = refused.json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
-    assert "the prompt is too long" in error["message"]
+    assert error["message"].startswith("the prompt is too long: a prompt of ")
     assert "maximum context length is 512 tokens" in error["message"]
+
+
+def test_other_services_name_the_part_of_their_own_request(server: Any) -> None:
+    good, bad = url(encoded(PICTURE)), url(encoded(PICTURE)[:-999])
+    headers = {"Authorization": "Bearer a"}
+
+    def post(path: str, **body: Any) -> Any:
+        body = {"model": "m", **body}
+        return httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=60)
+
+    def block(address: str) -> dict[str, Any]:
+        data = address.partition(",")[2]
+        return {
+            "type": "image",
+            "source": {"type": "base64", "media_type": "image/png", "data": data},
+        }
+
+    blocks = [{"role": "user", "content": [block(good), text("and"), block(bad)]}]
+    for more in ({}, {"system": "Be brief."}):
+        refused = post("/v1/messages", messages=blocks, max_tokens=2, **more)
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert error["param"] == "messages.0.content.2.source"
+        assert error["message"].startswith("messages.0.content.2.source: the picture is damaged")
+
+    def item(*addresses: str) -> list[dict[str, Any]]:
+        parts = [{"type": "input_image", "image_url": each} for each in addresses]
+        return [
+            {"role": "assistant", "content": "Hello."},
+            {"role": "user", "content": [{"type": "input_text", "text": "Look"}, *parts]},
+        ]
+
+    kept = post("/v1/responses", input=item(good), max_output_tokens=2)
+    assert kept.status_code == 200, kept.text
+    for more in ({}, {"instructions": "Be brief.", "previous_response_id": kept.json()["id"]}):
+        refused = post("/v1/responses", input=item(good, bad), max_output_tokens=2, **more)
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert error["param"] == "input.1.content.2.image_url"
+        assert error["message"].startswith("input.1.content.2.image_url: the picture is damaged")
 
 
 def test_a_uuid_is_that_of_a_key_a_kind_and_options(server: Any) -> None:
