@@ -61,6 +61,16 @@ def test_discovery_is_light() -> None:
     assert not words & {"pydantic", "jinja2", "numpy"}
 
 
+def test_an_engine_in_this_process_brings_no_parts_of_others() -> None:
+    others = {"engine_core.engine.async_engine", "rich", "numba", "llvmlite", "transformers"}
+    script = f"import sys; from engine_core import LLM; print(*sys.modules.keys() & {others!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
 # Families that the core must not know. "llama3" is also a kind of rope scaling, written so in the
 # configs of several families, llama-gguf-split a tool that a message sends people to, ExLlama the
 # kernels that packed checkpoints name, and fix_mistral_regex a key of tokenizer_config.json.

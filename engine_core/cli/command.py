@@ -15,8 +15,9 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, g
 
 import typer
 from pydantic.fields import FieldInfo
+from typer.core import TyperCommand
 
-from engine_core.configs.base import FrozenConfig
+from engine_core.configs.base import FrozenConfig, describe
 from engine_core.configs.engine import Bytes
 from engine_core.errors import ConfigError, EngineError
 
@@ -99,8 +100,8 @@ def _takes_none(field: FieldInfo) -> bool:
     return field.default is not None and types.NoneType in _members(field.annotation)
 
 
-def _help(field: FieldInfo, own_default: Any) -> str:
-    text = " ".join((field.description or "").split())
+def _help(description: str, field: FieldInfo, own_default: Any) -> str:
+    text = " ".join(description.split())
     if repeats(field):
         text += " May be given again."
     default = own_default
@@ -152,6 +153,14 @@ class OptionGroup(Generic[Config]):
         """One keyword parameter per field, annotated as typer wants it."""
         return [self._parameter(name, field) for name, field in self._fields.items()]
 
+    def helps(self) -> dict[str, str]:
+        """The help of each field's option; it is read from the model's source."""
+        described = describe(self._model)
+        return {
+            name: _help(described.get(name, ""), field, self._defaults.get(name))
+            for name, field in self._fields.items()
+        }
+
     def _parameter(self, name: str, field: FieldInfo) -> inspect.Parameter:
         kind: Any = str
         flags, metavar = flag(name), None
@@ -160,9 +169,7 @@ class OptionGroup(Generic[Config]):
         else:
             kind = list[str] if repeats(field) else str
             metavar = _metavar(field.annotation) + ("|none" if _takes_none(field) else "")
-        option = typer.Option(
-            flags, metavar=metavar, help=_help(field, self._defaults.get(name)), show_default=False
-        )
+        option = typer.Option(flags, metavar=metavar, show_default=False)
         return inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
@@ -209,7 +216,8 @@ def command(*groups: OptionGroup[Any]) -> Callable[[Callable[..., None]], Callab
     """Make a function a command: add the groups' options, and turn errors into exit codes.
 
     The function takes the added options as ``**options``. An :class:`EngineError` becomes one line
-    on stderr and exit code 1, Ctrl-C exit code 130. Every command has ``--verbose``.
+    on stderr and exit code 1, Ctrl-C exit code 130. Every command has ``--verbose``. The options'
+    help is shown by a :class:`HelpfulCommand`.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -240,6 +248,20 @@ def command(*groups: OptionGroup[Any]) -> Callable[[Callable[..., None]], Callab
         parameters.append(_VERBOSE)
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {item.name: item.annotation for item in parameters}
+        run.option_groups = groups  # type: ignore[attr-defined]
         return run
 
     return decorate
+
+
+class HelpfulCommand(TyperCommand):
+    """A command that finds the help of its options' fields when it shows it."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help into the formatter."""
+        groups = getattr(self.callback, "option_groups", ())
+        helps = {name: text for group in groups for name, text in group.helps().items()}
+        for parameter in self.params:
+            if parameter.name in helps:
+                parameter.help = helps[parameter.name]  # type: ignore[attr-defined]
+        super().format_help(ctx, formatter)

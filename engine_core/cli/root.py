@@ -7,27 +7,70 @@ import io
 import logging
 import os
 import sys
+from collections.abc import Iterator, MutableMapping
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from engine_core import __version__, own_process
-from engine_core.cli.bench import bench
-from engine_core.cli.chat import chat
-from engine_core.cli.check_model import check_model
-from engine_core.cli.env import env
-from engine_core.cli.export import export, import_folder
-from engine_core.cli.generate import generate
-from engine_core.cli.new_plugin import new_plugin
-from engine_core.cli.plugins import plugins
-from engine_core.cli.serve import serve
+from engine_core.cli.command import HelpfulCommand
 
 # Errors of writing that are not the program's fault: no space, no reader or terminal any more.
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 
+# Each command's module, and the function there if it has another name. They are imported where
+# they are run or listed: all of them take 60 ms of a processor.
+_COMMANDS = {
+    **{name: (name, name) for name in ("generate", "chat", "serve", "bench")},
+    "check-model": ("check_model", "check_model"),
+    "export": ("export", "export"),
+    "plugins": ("plugins", "plugins"),
+    "new-plugin": ("new_plugin", "new_plugin"),
+    "env": ("env", "env"),
+    "import": ("export", "import_folder"),
+}
+
+
+class _Commands(MutableMapping[str, Any]):
+    """The commands by their names, made when they are asked for."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            module, function = _COMMANDS[name]
+            alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+            callback = getattr(import_module(f"engine_core.cli.{module}"), function)
+            alone.command(name, cls=HelpfulCommand)(callback)
+            self._made[name] = get_command(alone)
+        return self._made[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._made[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys((*_COMMANDS, *self._made)))
+
+    def __len__(self) -> int:
+        return len({*_COMMANDS, *self._made})
+
+
+class _Group(TyperGroup):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{**settings, "commands": _Commands()})
+
+
 app = typer.Typer(
     name="engine-core",
+    cls=_Group,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -49,11 +92,6 @@ def _root(
     ] = False,
 ) -> None:
     """Run transformer language models whose families are plugins."""
-
-
-for _command in (generate, chat, serve, bench, check_model, export, plugins, new_plugin, env):
-    app.command()(_command)
-app.command("import")(import_folder)
 
 
 def main() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
+from functools import cache
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -50,13 +54,14 @@ def _faults(error: ValidationError) -> tuple[Fault, ...]:
 class FrozenConfig(BaseModel):
     """A frozen pydantic model that refuses unknown fields; a docstring under one describes it.
 
+    :func:`describe` finds these docstrings. Pydantic would read them from the source whenever the
+    class is made, which takes 2 ms each time.
+
     Raises:
         ConfigError: a field is unknown, missing or out of range; names the field and the value.
     """
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -72,3 +77,24 @@ class FrozenConfig(BaseModel):
         """A copy with some fields changed, validated like a new one."""
         values = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self)(**{**values, **changes})
+
+
+@cache
+def describe(model: type[FrozenConfig]) -> dict[str, str]:
+    """The docstrings under the fields of a config model, by the fields' names."""
+    found = {}
+    for base in reversed(model.__mro__):
+        if not issubclass(base, FrozenConfig):
+            continue
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(tree, ast.ClassDef), f"{base} is a class"
+        for field, after in zip(tree.body, tree.body[1:], strict=False):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(after, ast.Expr)
+                and isinstance(after.value, ast.Constant)
+                and isinstance(after.value.value, str)
+            ):
+                found[field.target.id] = inspect.cleandoc(after.value.value)
+    return found

@@ -10,8 +10,6 @@ from contextlib import closing, contextmanager, nullcontext
 from typing import Any, Self
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from engine_core.configs import EngineConfig, ModelConfig, PoolingParams, SamplingParams
 from engine_core.configs.sampling import BeamSearchParams
@@ -549,6 +547,15 @@ class LLM:
 @contextmanager
 def _progress_bar(total: int) -> Iterator[Callable[[RequestOutput], None]]:
     """Show finished requests and tokens a second on stderr; yield the function to count one by."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
     tokens = 0
     with Progress(
         TextColumn("{task.description}"),

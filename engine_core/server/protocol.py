@@ -31,6 +31,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from engine_core.configs import SamplingParams
+from engine_core.configs.base import describe
 
 _MAX_INT = 2**31 - 1
 
@@ -243,7 +244,7 @@ class StructuredOutputs(Body):
 
 def _sampled(name: str) -> Any:
     """An optional field that means what :class:`SamplingParams` says of its own."""
-    return Field(default=None, description=SamplingParams.model_fields[name].description)
+    return Field(default=None, description=describe(SamplingParams)[name])
 
 
 class CommonBody(Body):
