@@ -2,9 +2,9 @@
 
 One folder per operation: ``__init__`` holds the public wrapper, ``reference`` the plain PyTorch
 that defines it, ``triton`` the GPU kernels and, where the reference is too slow for a CPU,
-``numba`` the compiled kernels (see :mod:`engine_core.kernels.compiled`) and ``cpu`` the choice
-between these and torch's operations. Triton is imported when a CUDA tensor is first given, and
-numba when a CPU tensor is.
+``native`` the compiled kernels (see :mod:`engine_core.kernels.compiled`), ``numba`` their bodies,
+and ``cpu`` the choice between these kernels and torch's operations. Triton is imported when a CUDA
+tensor is first given, and numba when a kernel for a CPU tensor must be compiled.
 """
 
 from engine_core.kernels.activation import gelu_and_mul, quick_gelu, silu_and_mul

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from engine_core.kernels import compiled
+from engine_core.kernels.compiled import kept
 from engine_core.kernels.compiled.openmp import openmp
 
 # kernel_cases is shared with benchmarks/kernels.py; pytest may run without folders on the path.
@@ -76,13 +77,26 @@ def share_among(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Non
         "rotary_store",
         "state_space",
     ):
-        module = import_module(f"engine_core.kernels.{operation}.numba")
+        module = import_module(f"engine_core.kernels.{operation}.native")
         monkeypatch.setattr(module, "_LEAST", 1)
     before = torch.get_num_threads()
     torch.use_deterministic_algorithms(True)
     yield torch.set_num_threads
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _all_code_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where compiled code calls what is there with Numba alone."""
+    link = kept.link
+
+    def linked(entry: str, code: bytes) -> int | None:
+        address = link(entry, code)
+        assert address is not None, f"{entry} cannot be linked"
+        return address
+
+    monkeypatch.setattr(kept, "link", linked)
 
 
 @pytest.fixture(autouse=True)

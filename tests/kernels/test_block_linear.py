@@ -55,8 +55,8 @@ def test_few_rows_are_multiplied_exactly(rows: int) -> None:
 def test_a_cpu_without_such_instructions_multiplies_exactly(
     type_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    numba = compiled.kernels("block_linear")
-    monkeypatch.setattr(numba, "instructions", lambda: numba.PORTABLE)
+    native = compiled.kernels("block_linear")
+    monkeypatch.setattr(native, "instructions", lambda: native.PORTABLE)
     check(type_name, 1)
     check(type_name, 5)
     assert not is_fast()

@@ -33,14 +33,16 @@ from engine_core.kernels import (
     silu_and_mul,
 )
 from engine_core.kernels.attention import reference
-from engine_core.kernels.compiled import Kernel, threads
+from engine_core.kernels.compiled import Kernel, kept, threads
 
 numbers: Any = pytest.importorskip(
     "engine_core.kernels.compiled.numbers", reason="numba is not installed", exc_type=ImportError
 )
 
 
-def _make_all_numbers() -> Callable[..., None]:
+def make_all_numbers(shift: float = 0.0) -> Callable[..., None]:
+    """A body that applies each of the building blocks."""
+
     def body(arguments: Any) -> None:
         args = numbers.unpack(arguments)
         size = args[5]
@@ -52,13 +54,13 @@ def _make_all_numbers() -> Callable[..., None]:
         part, parts = numbers.this_part(), numbers.all_parts()
         for i in range(size * part // parts, size * (part + 1) // parts):
             narrowed[i] = numbers.narrow(x[i], stored[i])
-            grown[i] = numbers.exp(x[i])
+            grown[i] = numbers.exp(x[i] + numbers.float32(shift))
             widened[i] = numbers.widen(stored[i])
 
     return body
 
 
-ALL_NUMBERS = Kernel(_make_all_numbers, "6q")
+ALL_NUMBERS = Kernel(f"{__name__}:make_all_numbers", "6q")
 
 
 def all_numbers(x: Tensor, parts: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -335,43 +337,127 @@ def test_pythons_threads_run_kernels_at_once(share_among: Callable[[int], None])
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_kept_code_is_for_one_version_of_the_numbers(
+KEPT = """
+import sys
+import torch
+from engine_core.kernels import silu_and_mul
+
+torch.manual_seed(1)
+x = torch.randn(3, 64)
+print(silu_and_mul(x).view(torch.int32).tolist())
+print("numba" in sys.modules)
+"""
+
+
+def test_kept_code_runs_without_numba_and_gives_the_same_bits(tmp_path: Path) -> None:
+    def lines() -> list[str]:
+        return _python(KEPT, NUMBA_CACHE_DIR=str(tmp_path)).splitlines()
+
+    numbers_of_first, imported = lines()
+    assert imported == "True"
+    assert lines() == [numbers_of_first, "False"]
+
+
+def keeps(monkeypatch: pytest.MonkeyPatch, special: tuple[float, ...] = ()) -> bool:
+    """Whether a new kernel finds its code on the disk."""
+    compiled_now = []
+    compile_entry = numbers.compile_entry
+
+    def spy(*arguments: Any, **options: Any) -> Any:
+        compiled_now.append(arguments)
+        return compile_entry(*arguments, **options)
+
+    kernel = Kernel(f"{__name__}:make_all_numbers", "6q")
+    with monkeypatch.context() as patch:
+        patch.setattr(numbers, "compile_entry", spy)
+        x = torch.zeros(1)
+        kernel.run(special, 1, *[x.data_ptr()] * 5, 0)
+    return not compiled_now
+
+
+def test_code_is_kept_for_what_it_depends_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    for special in ((), (1.0,), (1.0000001,)):
+        assert [keeps(monkeypatch, special) for _ in range(2)] == [False, True]
+    for part in ("_sources", "_environment"):
+        with monkeypatch.context() as patch:
+            patch.setattr(kept, part, lambda *_: "0" * 64)
+            assert not keeps(monkeypatch)
+    assert keeps(monkeypatch)
 
-    def times_found() -> int:
-        return numbers.compile_entry(_make_all_numbers()).cache_hits
 
-    assert [times_found(), times_found()] == [0, 1]
-    monkeypatch.setattr(numbers, "_VERSION", "another")
-    assert times_found() == 0
+def test_damaged_code_is_compiled_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    assert not keeps(monkeypatch)
+    [code] = tmp_path.glob("*.code")
+    whole = code.read_bytes()
+    for damaged in (b"", whole[:-1], whole[:99] + bytes(1000), bytes([whole[0] ^ 1]) + whole[1:]):
+        code.write_bytes(damaged)
+        assert not keeps(monkeypatch)
+        assert keeps(monkeypatch)
 
 
-@pytest.mark.parametrize("trouble", ["no folder", "full"])
+def test_names_of_code_stand_for_sources_settings_and_versions(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for path, text in (("ops/numba.py", "1"), ("ops/other.py", "2"), ("ops/triton.py", "3")):
+        tmp_path.joinpath(path).parent.mkdir(exist_ok=True)
+        tmp_path.joinpath(path).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def name() -> str:
+        kept._sources.cache_clear()
+        kept._environment.cache_clear()
+        return kept.name_of("ops.numba", "make", (torch.float32, 3), exact=True)
+
+    first = name()
+    assert first == name() == name()
+    assert first != kept.name_of("ops.numba", "make", (torch.bfloat16, 3), exact=True)
+    assert first != kept.name_of("ops.numba", "make", (torch.float32, 3), exact=False)
+    assert first != kept.name_of("ops.numba", "other", (torch.float32, 3), exact=True)
+    (tmp_path / "ops/triton.py").write_text("another")
+    assert name() == first
+    (tmp_path / "ops/other.py").write_text("another")
+    assert name() != first
+    (tmp_path / "ops/other.py").write_text("2")
+    with monkeypatch.context() as patch:
+        patch.setenv("NUMBA_OPT", "1")
+        assert name() != first
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        (tmp_path / ".numba_config.yaml").write_text("opt: 1")
+        assert name() != first
+    assert name() == first
+
+
+@pytest.mark.parametrize("trouble", ["no folder", "full", "not linked"])
 def test_code_that_cannot_be_kept(
     trouble: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from numba.core import caching
-
-    def fail(*arguments: Any) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     if trouble == "full":
-        monkeypatch.setattr(caching.FunctionCache, "save_overload", fail)
+        monkeypatch.setattr(Path, "replace", fail)
+    elif trouble == "not linked":
+        monkeypatch.setattr(kept, "link", lambda *_: None)
     else:
-        monkeypatch.setattr(caching.CompileResultCacheImpl, "_locator_classes", [])
-    monkeypatch.setitem(globals(), "ALL_NUMBERS", Kernel(_make_all_numbers, "6q"))
+        monkeypatch.setattr(Path, "mkdir", fail)
+    kernel = Kernel(f"{__name__}:make_all_numbers", "6q")
+    monkeypatch.setitem(globals(), "ALL_NUMBERS", kernel)
     assert all_numbers(torch.ones(1))[0] == 1
+    assert not list(tmp_path.iterdir())
 
 
 FEWER_THREADS = """
 import torch
 from engine_core.kernels import paged_attention
-from engine_core.kernels.attention import numba, reference
+from engine_core.kernels.attention import native, reference
 
-numba._LEAST = 1
+native._LEAST = 1
 torch.set_num_threads(5)
 torch.manual_seed(0)
 q, cache = torch.randn(1, 4, 16), torch.randn(2, 6, 16, 2, 16)
@@ -422,7 +508,7 @@ with LLM(sys.argv[1], config) as llm:
     greedy = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     [output] = llm.generate([[3, 4, 5]], greedy)
 assert len(output.outputs[0].token_ids) == 5
-print("numba" in sys.modules)
+print(any(name.startswith("llvmlite") for name in sys.modules))
 """
 
 
@@ -446,26 +532,27 @@ def test_an_engine_starts_without_numba_and_says_what_would_be_faster(tmp_path: 
 
 
 def test_a_numba_that_cannot_be_imported_is_done_without(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     def refuse(name: str) -> None:
         raise ImportError("Numba needs NumPy 2.3 or less")
 
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compiled, "import_module", refuse)
     assert not compiled.available.__wrapped__()
     assert "NumPy 2.3" in caplog.text
 
 
-def test_numba_is_imported_when_a_kernel_is_first_run() -> None:
+def test_llvm_is_imported_when_a_kernel_is_first_run() -> None:
     _python("""
 import sys
 import torch
 from engine_core.kernels import silu_and_mul
 
 silu_and_mul(torch.ones(2, 4, dtype=torch.float16))
-assert "numba" not in sys.modules
+assert not {"numba", "llvmlite"} & set(sys.modules)
 silu_and_mul(torch.ones(2, 4))
-assert "numba" in sys.modules
+assert "llvmlite" in sys.modules
 """)
 
 

@@ -62,9 +62,9 @@ def test_many_rows_are_as_exact_as_float32(rows: int, dtype: torch.dtype) -> Non
 def test_rows_that_leave_the_cache_are_multiplied_in_chunks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from engine_core.kernels.half_linear import numba
+    from engine_core.kernels.half_linear import native
 
-    monkeypatch.setattr(numba, "_CHUNK", 4 * 64 * 18)
+    monkeypatch.setattr(native, "_CHUNK", 4 * 64 * 18)
     check(60, 37, 64, torch.bfloat16, True)
 
 

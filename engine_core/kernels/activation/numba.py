@@ -6,9 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from engine_core.kernels.compiled import Kernel, threads
 from engine_core.kernels.compiled.numbers import (
     STORED,
     all_parts,
@@ -21,28 +19,9 @@ from engine_core.kernels.compiled.numbers import (
     widen,
 )
 
-# Results per thread, at least.
-_LEAST = 2**13
 
-
-def act_and_mul(x: Tensor, activation: str) -> Tensor:
-    """``act(gate) * up`` of ``x [..., 2 * I]``; the activation is "silu" or "gelu_tanh"."""
-    x = x if x.is_contiguous() else x.contiguous()
-    size = x.shape[-1] // 2
-    out = x.new_empty((*x.shape[:-1], size))
-    numbers = out.numel()
-    _KERNEL.run(
-        (x.dtype, activation),
-        threads(numbers, _LEAST),
-        x.data_ptr(),
-        out.data_ptr(),
-        numbers // size if size else 0,
-        size,
-    )
-    return out
-
-
-def _make(dtype: torch.dtype, activation: str) -> Callable[..., None]:
+def make(dtype: torch.dtype, activation: str) -> Callable[..., None]:
+    """The body for a dtype and an activation."""
     stored = STORED[dtype]
     silu = activation == "silu"
 
@@ -70,6 +49,3 @@ def _make(dtype: torch.dtype, activation: str) -> Callable[..., None]:
             low = end
 
     return body
-
-
-_KERNEL = Kernel(_make, "4q")

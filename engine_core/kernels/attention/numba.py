@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine_core.kernels.attention.call import Call
-from engine_core.kernels.compiled import Kernel, threads
+from engine_core.kernels.attention.native import TILE, scratch_sizes
 from engine_core.kernels.compiled.numbers import (
     STORED,
     all_parts,
@@ -23,72 +22,21 @@ from engine_core.kernels.compiled.numbers import (
     exp,
     float32,
     inline,
+    matrix,
     narrow,
     this_part,
     unpack,
     widen,
 )
 
-# Products of queries and keys per thread, at least.
-_LEAST = 2**15
-# Tokens whose logits are held at once.
-_TILE = 256
-# Heads that are smaller, of tiny models, share code that is given its sizes: compiling takes 3 s.
-_OWN_CODE = 64
+_scratch_inside = inline(scratch_sizes)
 
 
-def decode_attention(call: Call) -> None:
-    """Attend the rows that have one query each, which come first."""
-    q, k_cache, v_cache, num_rows = call.q, call.k_cache, call.v_cache, call.num_decode_rows
-    num_heads, head_dim = q.shape[1:]
-    block_size, num_kv_heads, v_head_dim = v_cache.shape[1:]
-    group = num_heads // num_kv_heads
-    alibi_slopes, window = call.alibi_slopes, call.window
-    longest = call.max_kv_len if window is None else min(call.max_kv_len, window)
-    parts = threads(num_rows * longest * num_heads * head_dim, _LEAST)
-    # After what each thread needs, how many shared the work.
-    stride = _scratch(group, head_dim, v_head_dim)[2]
-    scratch = q.new_empty(parts * stride + 1, dtype=torch.float32)
-    capped = call.softcap is not None
-    sizes = (group, head_dim, v_head_dim)
-    known = sizes if max(head_dim, v_head_dim) >= _OWN_CODE else (0, 0, 0)
-    special = (q.dtype, k_cache.dtype, *known, alibi_slopes is not None, capped)
-    k_scales, v_scales = call.k_scales, call.v_scales
-    arguments = (
-        q.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        call.out.data_ptr(),
-        call.block_tables.data_ptr(),
-        call.kv_lens.data_ptr(),
-        0 if alibi_slopes is None else alibi_slopes.data_ptr(),
-        scratch.data_ptr(),
-        num_rows,
-        num_kv_heads,
-        block_size,
-        call.block_tables.stride(0),
-        window or 0,
-        parts,
-        *q.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        0 if k_scales is None else k_scales.data_ptr(),
-        0 if k_scales is None else k_scales.stride(0),
-        0 if v_scales is None else v_scales.data_ptr(),
-        0 if v_scales is None else v_scales.stride(0),
-        call.scale,
-        call.softcap or 0.0,
-        *sizes,
-    )
-    _ATTEND.run(special, parts, *arguments)
-    if parts > 1:
-        _JOIN.run((q.dtype, *special[2:]), 1, *arguments)
-
-
-def _make_attend(
+def make_attend(
     dtype: torch.dtype, kept: torch.dtype, heads: int, dims: int, v_dims: int, alibi: bool,
     capped: bool,
 ) -> Callable[..., None]:  # fmt: skip
+    """Each part's share of the tokens; ``alibi`` and ``capped`` say what logits have."""
     stored, size = STORED[dtype], dtype.itemsize
     held_as, kept_size, scaled = STORED[kept], kept.itemsize, kept != dtype
 
@@ -102,11 +50,11 @@ def _make_attend(
         part = this_part()
         kv_lens = array(args[5], np.int32, num_rows)
         mine = args[7] + part * stride * 4
-        queries = array(mine, np.float32, group * head_dim).reshape((group, head_dim))
+        queries = matrix(mine, np.float32, group, head_dim)
         mine += group * head_dim * 4
-        logits = array(mine, np.float32, group * _TILE).reshape((group, _TILE))
-        mine += group * _TILE * 4
-        sums = array(mine, np.float32, group * v_head_dim).reshape((group, v_head_dim))
+        logits = matrix(mine, np.float32, group, TILE)
+        mine += group * TILE * 4
+        sums = matrix(mine, np.float32, group, v_head_dim)
         mine += group * v_head_dim * 4
         numbers = array(mine, np.float32, max(head_dim, v_head_dim))
         pieces = array(args[7] + (part * stride + private) * 4, np.float32, 2 * piece)
@@ -150,8 +98,8 @@ def _make_attend(
                         stats[2 * g + 1] = float32(0)
                     k_head = args[1] + kv_head * args[18] * kept_size
                     v_head = args[2] + kv_head * args[21] * kept_size
-                    for first in range(start, stop, _TILE):
-                        last = min(first + _TILE, stop)
+                    for first in range(start, stop, TILE):
+                        last = min(first + TILE, stop)
                         token = first
                         while token < last:
                             offset = token % block_size
@@ -235,9 +183,10 @@ def _make_attend(
     return body
 
 
-def _make_join(
+def make_join(
     dtype: torch.dtype, heads: int, dims: int, v_dims: int, alibi: bool, capped: bool
 ) -> Callable[..., None]:
+    """What two parts left of a row, joined."""
     stored, size = STORED[dtype], dtype.itemsize
 
     def body(arguments: Any) -> None:
@@ -291,21 +240,6 @@ def _make_join(
     return body
 
 
-def _scratch(group: int, head_dim: int, v_head_dim: int) -> tuple[int, int, int]:
-    """Numbers of a thread's own, of a piece of a shared row, and of all that a thread needs.
-
-    Its own are queries, logits, sums, and the numbers that a head's codes are. A piece is the sums
-    of a row and KV head so far, and each query's maximum and sum; a thread may share its first row
-    and its last.
-    """
-    private = group * (head_dim + _TILE + v_head_dim) + max(head_dim, v_head_dim)
-    piece = group * (v_head_dim + 2)
-    return private, piece, private + 2 * piece
-
-
-_scratch_inside = inline(_scratch)
-
-
 @inline
 def _scales(args: Any, place: int, table: Any, token: int, kv_head: int) -> Any:
     """The scales of a KV head's tokens from ``token`` to the end of its block."""
@@ -328,9 +262,3 @@ def _line(kv_lens: Any, window: int, num_kv_heads: int) -> int:
 def _span(kv_len: int, window: int) -> int:
     """How many of its tokens a row's query sees."""
     return min(kv_len, window) if window > 0 else kv_len
-
-
-# Sizes come last of the 32 that there may be.
-_ARGUMENTS = "26q2d8x3q"
-_ATTEND = Kernel(_make_attend, _ARGUMENTS)
-_JOIN = Kernel(_make_join, _ARGUMENTS)

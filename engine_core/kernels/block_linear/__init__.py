@@ -20,8 +20,8 @@ def is_fast() -> bool:
     """
     if not compiled.available():
         return False
-    numba = compiled.kernels("block_linear")
-    return bool(numba.instructions() != numba.PORTABLE)
+    native = compiled.kernels("block_linear")
+    return bool(native.instructions() != native.PORTABLE)
 
 
 def block_linear(

@@ -11,20 +11,16 @@ instructions.
 from __future__ import annotations
 
 import importlib
-import zlib
 from collections.abc import Callable, Hashable, Iterable
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from engine_core.kernels.block_linear import forms
 from engine_core.kernels.block_linear.forms import BLOCK, FORMS, PANEL, BlockForm
+from engine_core.kernels.block_linear.native import AVX2, META, NAMES, PORTABLE, VNNI_256, VNNI_512
 from engine_core.kernels.codes import INT8_TOP
-from engine_core.kernels.compiled import Kernel, threads
 from engine_core.kernels.compiled.numbers import (
     STORED,
     all_parts,
@@ -45,43 +41,8 @@ _intrinsic: Callable[[_Function], _Function] = importlib.import_module("numba.ex
     prefer_literal=True
 )
 
-# What multiplies bytes: vectors of 64 or 32 bytes, or whatever LLVM makes of widened numbers.
-VNNI_512, VNNI_256, AVX2, PORTABLE = range(4)
-# Of activations: bytes of a block's scale, of its codes' sum times the scale, and of the sums of
-# each half of its codes.
-_META = 16
-# Rows of activations that a tile multiplies at once.
-_TILE = {VNNI_512: 8, VNNI_256: 4, AVX2: 4, PORTABLE: 2}
-# With so many rows the tile reads the panel's blocks as they are.
-_FEW = 4
-# Bytes of quantised activations that stay in a core's cache while all panels pass.
-_CHUNK = 2**17
-# Products of two numbers, and numbers to quantise, for each thread at least.
-_LEAST, _LEAST_NUMBERS = 2**16, 2**14
-
 _I1, _I8, _I16, _I32, _I64 = (_ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 _F16, _F32 = _ir.HalfType(), _ir.FloatType()
-_NAMES = tuple(FORMS)
-# Part of the name under which code is kept: Numba looks only at this file's date.
-_VERSION = f"_{zlib.crc32(Path(forms.__file__).read_bytes()):08x}"
-
-
-@cache
-def instructions() -> int:
-    """The instructions that multiply bytes on the CPU for which Numba compiles."""
-    target: Any = importlib.import_module("numba.core.registry").cpu_target
-    names: str = target.target_context.codegen()._tm_features
-    features = set(names.split(","))
-    if {"+avx512vnni", "+avx512bw", "+avx512vl"} <= features:
-        return VNNI_512
-    if {"+avxvnni", "+fma", "+f16c"} <= features:
-        return VNNI_256
-    return AVX2 if {"+avx2", "+fma", "+f16c"} <= features else PORTABLE
-
-
-def _code(type_name: str, kind: int, rows: int = 1, *, unpacked: bool = False) -> int:
-    """A tile's constants as one number: Numba hands intrinsics numbers, and keeps code by them."""
-    return ((_NAMES.index(type_name) * 4 + kind) * 16 + rows) * 2 + unpacked
 
 
 def _repeated(element: Any, value: float, count: int) -> Any:
@@ -101,7 +62,7 @@ class _Emitter:
         name, self.kind = divmod(code, 4)
         self.b = builder
         self.unpacked = bool(unpacked)
-        self.form: BlockForm = FORMS[_NAMES[name]]
+        self.form: BlockForm = FORMS[NAMES[name]]
         self.lanes = PANEL if self.kind == VNNI_512 else PANEL // 2
         self.halves = range(PANEL // self.lanes)
         # Codes of 8 bits are signed with AVX2; VNNI takes them with an offset.
@@ -312,7 +273,7 @@ class _Emitter:
                     else self.at(first, self.times(number, size))
                     for row in range(self.rows)
                 ]
-                for first, size in ((x, BLOCK), (meta, _META))
+                for first, size in ((x, BLOCK), (meta, META))
             )
             for half in side:
                 scales = self.scales(block, header, half)
@@ -384,7 +345,7 @@ class _Emitter:
                 self.call("llvm.vector.reduce.add.v16i32", _I32, self.pick(quantized, half))
                 for half in (range(16), range(16, 32))
             ]
-            to = self.at(meta, self.times(loop.index, _META))
+            to = self.at(meta, self.times(loop.index, META))
             self.store(scale, to)
             self.store(b.fmul(b.sitofp(b.add(*sums), _F32), scale), to, 4)
             for i, total in enumerate(sums):
@@ -423,8 +384,8 @@ def _quantize(
     return _written("quantize", 2, 4)(context, code, bfloat16)
 
 
-def _make_few(code: int, dtype: torch.dtype) -> Callable[..., None]:
-    """At most :data:`_FEW` rows, which each part quantises for itself."""
+def make_few(code: int, dtype: torch.dtype) -> Callable[..., None]:
+    """At most four rows, which each part quantises for itself."""
     stored = STORED[dtype]
     bfloat16, size = int(dtype is torch.bfloat16), dtype.itemsize
     rows = code // 2 % 16
@@ -437,13 +398,13 @@ def _make_few(code: int, dtype: torch.dtype) -> Callable[..., None]:
         m, n, stride, count = args[6], args[7], args[8], args[9]
         part, parts = this_part(), all_parts()
         panels = (n + PANEL - 1) // PANEL
-        codes = scratch + part * (rows * (count * (BLOCK + _META) + PANEL * 4))
+        codes = scratch + part * (rows * (count * (BLOCK + META) + PANEL * 4))
         meta = codes + rows * count * BLOCK
-        sums_at = meta + rows * count * _META
+        sums_at = meta + rows * count * META
         # The last rows of a tile that has fewer are the first again.
         for row in range(rows):
             source = x + row % m * count * BLOCK * size
-            _quantize(0, bfloat16, source, codes + row * count * BLOCK, meta + row * count * _META,
+            _quantize(0, bfloat16, source, codes + row * count * BLOCK, meta + row * count * META,
                       count)  # fmt: skip
         sums = array(sums_at, np.float32, rows * PANEL)
         out = array(to, stored, (m - 1) * stride + n)
@@ -459,11 +420,11 @@ def _make_few(code: int, dtype: torch.dtype) -> Callable[..., None]:
                         value += widen(bias[first + i])
                     out[row * stride + first + i] = narrow(value, out[0])
 
-    body.__qualname__ += _VERSION
     return body
 
 
-def _make_quantize(dtype: torch.dtype) -> Callable[..., None]:
+def make_quantize(dtype: torch.dtype) -> Callable[..., None]:
+    """Rows of activations as codes and what is known of each block."""
     bfloat16, size = int(dtype is torch.bfloat16), dtype.itemsize
 
     def body(arguments: Any) -> None:
@@ -472,14 +433,13 @@ def _make_quantize(dtype: torch.dtype) -> Callable[..., None]:
         part, parts = this_part(), all_parts()
         for row in range(padded * part // parts, padded * (part + 1) // parts):
             source = x + row % m * count * BLOCK * size
-            _quantize(0, bfloat16, source, codes + row * count * BLOCK, meta + row * count * _META,
+            _quantize(0, bfloat16, source, codes + row * count * BLOCK, meta + row * count * META,
                       count)  # fmt: skip
 
-    body.__qualname__ += _VERSION
     return body
 
 
-def _make_many(code: int, packed: int, dtype: torch.dtype) -> Callable[..., None]:
+def make_many(code: int, packed: int, dtype: torch.dtype) -> Callable[..., None]:
     """Quantised rows, a whole number of tiles."""
     stored = STORED[dtype]
     rows = code // 2 % 16
@@ -506,7 +466,7 @@ def _make_many(code: int, packed: int, dtype: torch.dtype) -> Callable[..., None
                 first = panel * PANEL
                 width = min(PANEL, n - first)
                 for row in range(start, end, rows):
-                    _tile(code, panel_at, codes + row * count * BLOCK, meta + row * count * _META,
+                    _tile(code, panel_at, codes + row * count * BLOCK, meta + row * count * META,
                           sums_at, count)  # fmt: skip
                     for r in range(min(rows, end - row)):
                         for i in range(width):
@@ -515,11 +475,10 @@ def _make_many(code: int, packed: int, dtype: torch.dtype) -> Callable[..., None
                                 value += widen(bias[first + i])
                             out[(row + r) * stride + first + i] = narrow(value, out[0])
 
-    body.__qualname__ += _VERSION
     return body
 
 
-def _make_take(code: int, dtype: torch.dtype) -> Callable[..., None]:
+def make_take(code: int, dtype: torch.dtype) -> Callable[..., None]:
     """Rows of a matrix as numbers."""
     stored = STORED[dtype]
     emitted = _Emitter(None, code)
@@ -555,64 +514,4 @@ def _make_take(code: int, dtype: torch.dtype) -> Callable[..., None]:
                     to_number = row * count * BLOCK + block * BLOCK + i
                     out[to_number] = narrow(value, out[0])
 
-    body.__qualname__ += _VERSION
     return body
-
-
-_FEW_ROWS = Kernel(_make_few, "10q", exact=True)
-_QUANTIZE = Kernel(_make_quantize, "6q", exact=True)
-_MANY_ROWS = Kernel(_make_many, "13q", exact=True)
-_TAKE = Kernel(_make_take, "7q", exact=True)
-
-
-def block_linear(
-    x: Tensor, panels: Tensor, type_name: str, bias: Tensor | None, out: Tensor
-) -> None:
-    """See the wrapper; x and out are of the same type, x is contiguous, out's rows are."""
-    form, kind = FORMS[type_name], instructions()
-    (m, k), n = x.shape, out.shape[1]
-    count, panel_bytes = k // BLOCK, form.panel_bytes(k)
-    given = (out.data_ptr(), 0 if bias is None else bias.data_ptr())
-    parts = threads(m * n * k, _LEAST)
-    if m <= _FEW:
-        rows = m if m <= 2 else _FEW
-        each = rows * (count * (BLOCK + _META) + PANEL * 4)
-        scratch = torch.empty(parts * each, dtype=torch.uint8)
-        _FEW_ROWS.run(
-            (_code(type_name, kind, rows), x.dtype),
-            parts,
-            *(panels.data_ptr(), panel_bytes, x.data_ptr(), *given, scratch.data_ptr()),
-            *(m, n, out.stride(0), count),
-        )
-        return
-    rows = _TILE[kind]
-    padded = -(-m // rows) * rows
-    quantized = torch.empty(padded * count * (BLOCK + _META), dtype=torch.uint8)
-    codes, meta = quantized.data_ptr(), quantized.data_ptr() + padded * k
-    _QUANTIZE.run(
-        (x.dtype,),
-        threads(padded * k, _LEAST_NUMBERS),
-        *(x.data_ptr(), codes, meta, m, padded, count),
-    )
-    each = count * form.unpacked_bytes + rows * PANEL * 4
-    scratch = torch.empty(parts * each, dtype=torch.uint8)
-    _MANY_ROWS.run(
-        (_code(type_name, kind, rows, unpacked=True), _code(type_name, kind), x.dtype),
-        parts,
-        *(panels.data_ptr(), panel_bytes, codes, meta, *given, scratch.data_ptr()),
-        *(m, n, out.stride(0), count, form.unpacked_bytes, max(_CHUNK // k // rows, 1) * rows),
-    )
-
-
-def take_rows(ids: Tensor, panels: Tensor, type_name: str, out: Tensor) -> None:
-    """See the wrapper; ids are int64 and contiguous."""
-    form, (m, k) = FORMS[type_name], out.shape
-    count = k // BLOCK
-    parts = threads(m * k, _LEAST_NUMBERS)
-    scratch = torch.empty(parts * count * form.unpacked_bytes, dtype=torch.uint8)
-    _TAKE.run(
-        (_code(type_name, instructions()), out.dtype),
-        parts,
-        *(panels.data_ptr(), form.panel_bytes(k), ids.data_ptr(), out.data_ptr()),
-        *(scratch.data_ptr(), m, count),
-    )

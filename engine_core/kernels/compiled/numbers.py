@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import importlib
 import math
-import zlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -49,24 +47,23 @@ _intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = _extending.intr
 
 inline: _Decorator = _numba.njit(fastmath=_FAST, error_model="numpy", inline="always")
 
-# Numba looks only at a body's own file to see whether what it kept on the disk is out of date.
-_VERSION = f"{zlib.crc32(Path(__file__).read_bytes()):08x}_{int(openmp().found)}"
+for _name, _address in openmp().addresses.items():
+    importlib.import_module("llvmlite.binding").add_symbol(_name, _address)
 
 
 def compile_entry(body: Callable[..., None], *, exact: bool = False) -> Any:
-    """``body`` as a C function of the address of its packed arguments.
+    """``body`` as a C function of the address of its packed arguments, as Numba compiles it.
 
     ``exact`` keeps the order of all operations.
     """
-    # Part of the name under which it is kept.
-    body.__qualname__ += _VERSION
     signature = _types.void(_types.voidptr)
     options = {"fastmath": False if exact else _FAST, "error_model": "numpy"}
-    try:
-        return _numba.cfunc(signature, cache=True, **options)(body)
-    except (RuntimeError, OSError):
-        # No folder can be written to, or the disk is full.
-        return _numba.cfunc(signature, **options)(body)
+    return _numba.cfunc(signature, **options)(body)
+
+
+def object_code(compiled: Any) -> tuple[str, bytes]:
+    """The name of a compiled entry, and the object code with it."""
+    return compiled.native_name, compiled._library._get_compiled_object()
 
 
 @inline
@@ -105,6 +102,12 @@ def _pointer(context: Any, address: Any, dtype: Any) -> Any:
 def array(address: int, dtype: Any, size: int) -> Any:
     """The ``size`` numbers of type ``dtype`` that lie at an address."""
     return _numba.carray(_pointer(address, dtype), size)
+
+
+@inline
+def matrix(address: int, dtype: Any, rows: int, columns: int) -> Any:
+    """Rows of numbers of type ``dtype`` that lie at an address."""
+    return _numba.carray(_pointer(address, dtype), (rows, columns))
 
 
 def _bitcast(source: Any, target: Any, form: Any) -> Any:

@@ -6,7 +6,6 @@ import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,26 +34,26 @@ class OpenMP:
         found: whether the library is there and offers GCC's interface: libgomp and, on Linux,
             LLVM's and Intel's do.
         parallel: ``GOMP_parallel(function, data, number of threads, flags)``.
+        addresses: those of the functions that compiled code calls, by their names.
     """
 
     def __init__(self) -> None:
         folder = Path(torch.__file__).parent / "lib"
         self.found = False
         self.parallel: Any = None
+        self.addresses: dict[str, int] = {}
         try:
             library = ctypes.CDLL(str(next(folder.glob("libtorch_cpu.*"))))
             self.parallel = library.GOMP_parallel
             addresses = {
-                name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+                name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
                 for name in ("omp_get_thread_num", "omp_get_num_threads")
             }
         except (StopIteration, OSError, AttributeError):
             return
         self.parallel.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint)
         self.parallel.restype = None
-        binding: Any = import_module("llvmlite.binding")
-        for name, address in addresses.items():
-            binding.add_symbol(name, address)
+        self.addresses = addresses
         self.found = True
 
     def each(self, tasks: Sequence[Callable[[], _Result]], threads: int) -> list[_Result]:

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from engine_core.kernels.compiled import Kernel, threads
 from engine_core.kernels.compiled.numbers import all_parts, array, inline, this_part, unpack
+from engine_core.kernels.half_linear.native import (
+    EXPANDED,
+    FLOAT16,
+    LANES,
+    MOST,
+    PANEL,
+    PANELS,
+)
 
 _types: Any = importlib.import_module("numba.types")
 _cgutils: Any = importlib.import_module("numba.core.cgutils")
@@ -28,38 +32,15 @@ _intrinsic: Callable[[_Function], _Function] = importlib.import_module("numba.ex
     prefer_literal=True
 )
 
-_LANES = 8
-_PANEL = 2 * _LANES
-# Panels that a tile of so many rows multiplies at once. AVX2 has 16 registers: each row and panel
-# takes two, the panel's numbers two and the activation one; and fewer than eight sums would wait
-# for each other.
-_PANELS = {1: 4, 2: 2, 4: 1, 6: 1}
-_MOST = 6
-# From so many rows on panels are expanded first.
-_MANY = 48
-# How a panel's numbers are stored.
-_FLOAT16, _BFLOAT16, _EXPANDED = range(3)
 # Columns that a pass of the loop takes.
 _UNROLLED = 4
-# Bytes of activations that stay in a core's cache while all panels pass.
-_CHUNK = 2**22
-# Products for each thread at least.
-_LEAST = 2**16
 
 _I8, _I32, _I64, _F16, _F32 = (
     *(_ir.IntType(bits) for bits in (8, 32, 64)),
     _ir.HalfType(),
     _ir.FloatType(),
 )
-_VECTOR = _ir.VectorType(_F32, _LANES)
-
-
-@cache
-def panel_width() -> int:
-    """Rows of a panel, or 0 if the CPU for which Numba compiles lacks the instructions."""
-    target: Any = importlib.import_module("numba.core.registry").cpu_target
-    features = set(target.target_context.codegen()._tm_features.split(","))
-    return _PANEL if {"+avx2", "+fma", "+f16c"} <= features else 0
+_VECTOR = _ir.VectorType(_F32, LANES)
 
 
 class _Emitter:
@@ -69,7 +50,7 @@ class _Emitter:
         """``code`` has the tile's constants: Numba keeps code by numbers."""
         code, self.kind = divmod(code, 4)
         self.rows, self.panels = divmod(code, 8)
-        self.bytes = (4 if self.kind == _EXPANDED else 2) * _PANEL
+        self.bytes = (4 if self.kind == EXPANDED else 2) * PANEL
         self.b = builder
 
     def _at(self, address: Any, offset: int) -> Any:
@@ -90,24 +71,24 @@ class _Emitter:
     def _splat(self, value: Any) -> Any:
         undefined = _ir.Constant(_VECTOR, _ir.Undefined)
         one = self.b.insert_element(undefined, value, _ir.Constant(_I32, 0))
-        mask = _ir.Constant(_ir.VectorType(_I32, _LANES), [_ir.Constant(_I32, 0)] * _LANES)
+        mask = _ir.Constant(_ir.VectorType(_I32, LANES), [_ir.Constant(_I32, 0)] * LANES)
         return self.b.shuffle_vector(one, undefined, mask)
 
     def _numbers(self, address: Any) -> tuple[Any, Any]:
         """One column of a panel: the first half of its rows and the second, as float32."""
         b = self.b
-        if self.kind == _EXPANDED:
-            first, second = (self._load(self._at(address, 4 * _LANES * i), _VECTOR) for i in (0, 1))
+        if self.kind == EXPANDED:
+            first, second = (self._load(self._at(address, 4 * LANES * i), _VECTOR) for i in (0, 1))
             return first, second
-        if self.kind == _FLOAT16:
-            halves = _ir.VectorType(_F16, _LANES)
-            first, second = (self._load(self._at(address, 2 * _LANES * i), halves) for i in (0, 1))
+        if self.kind == FLOAT16:
+            halves = _ir.VectorType(_F16, LANES)
+            first, second = (self._load(self._at(address, 2 * LANES * i), halves) for i in (0, 1))
             return b.fpext(first, _VECTOR), b.fpext(second, _VECTOR)
-        words = _ir.VectorType(_I32, _LANES)
+        words = _ir.VectorType(_I32, LANES)
         both = self._load(address, words)
 
         def constant(value: int) -> Any:
-            return _ir.Constant(words, [_ir.Constant(_I32, value)] * _LANES)
+            return _ir.Constant(words, [_ir.Constant(_I32, value)] * LANES)
 
         low, high = b.shl(both, constant(16)), b.and_(both, constant(0xFFFF0000))
         return b.bitcast(low, _VECTOR), b.bitcast(high, _VECTOR)
@@ -115,7 +96,7 @@ class _Emitter:
     def tile(self, panels: Any, panel_bytes: Any, out: Any, count: Any, *rows: Any) -> None:
         """Write sums ``[rows, panels, 16]`` to ``out``; ``rows`` are addresses of activations."""
         b = self.b
-        zero = _ir.Constant(_VECTOR, [_ir.Constant(_F32, 0.0)] * _LANES)
+        zero = _ir.Constant(_VECTOR, [_ir.Constant(_F32, 0.0)] * LANES)
         sums = {
             (row, panel, half): _cgutils.alloca_once_value(b, zero)
             for row in range(self.rows)
@@ -129,7 +110,7 @@ class _Emitter:
             for panel in range(self.panels)
         ]
         fma = _cgutils.get_or_insert_function(
-            b.module, _ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{_LANES}f32"
+            b.module, _ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
         )
 
         distance = b.mul(panel_bytes, _ir.Constant(_I64, self.panels))
@@ -139,7 +120,7 @@ class _Emitter:
             w_at = b.mul(column, _ir.Constant(_I64, self.bytes))
             xs = [b.add(row, x_at) for row in rows[: self.rows]]
             ws = [b.add(first, w_at) for first in firsts]
-            if self.kind != _EXPANDED and columns == _UNROLLED:
+            if self.kind != EXPANDED and columns == _UNROLLED:
                 for w in ws:
                     ahead = b.add(w, distance)
                     for line in range(0, self.bytes * columns, 64):
@@ -159,7 +140,7 @@ class _Emitter:
             with _cgutils.for_range_slice(b, begin, end, width, intp=_I64, inc=True) as (column, _):
                 step(column, columns)
         for (row, panel, half), place in sums.items():
-            offset = 4 * (_PANEL * (row * self.panels + panel) + _LANES * half)
+            offset = 4 * (PANEL * (row * self.panels + panel) + LANES * half)
             pointer = b.inttoptr(self._at(out, offset), _VECTOR.as_pointer())
             b.store(b.load(place), pointer).align = 4
 
@@ -168,9 +149,9 @@ class _Emitter:
         b = self.b
         with _cgutils.for_range(b, count) as loop:
             source = b.add(panel, b.mul(loop.index, _ir.Constant(_I64, self.bytes)))
-            target = b.add(to, b.mul(loop.index, _ir.Constant(_I64, 4 * _PANEL)))
+            target = b.add(to, b.mul(loop.index, _ir.Constant(_I64, 4 * PANEL)))
             for half, numbers in enumerate(self._numbers(source)):
-                pointer = b.inttoptr(self._at(target, 4 * _LANES * half), _VECTOR.as_pointer())
+                pointer = b.inttoptr(self._at(target, 4 * LANES * half), _VECTOR.as_pointer())
                 b.store(numbers, pointer).align = 4
 
 
@@ -199,9 +180,9 @@ def _tile(
     return _types.void(code, *[_types.int64] * 10), generate
 
 
-def _make(rows: int, kind: int) -> Callable[..., None]:
+def make(rows: int, kind: int) -> Callable[..., None]:
     """Tiles of so many rows, which multiply the panels as they are."""
-    together = _PANELS[rows]
+    together = PANELS[rows]
     many = (rows * 8 + together) * 4 + kind
     one = (rows * 8 + 1) * 4 + kind
 
@@ -210,13 +191,13 @@ def _make(rows: int, kind: int) -> Callable[..., None]:
         panels_at, x, to, bias_at, scratch = args[0], args[1], args[2], args[3], args[4]
         m, n, k, stride = args[5], args[6], args[7], args[8]
         part, parts = this_part(), all_parts()
-        panels, panel_bytes = (n + _PANEL - 1) // _PANEL, k * 2 * _PANEL
-        sums_at = scratch + part * (4 * rows * together * _PANEL)
+        panels, panel_bytes = (n + PANEL - 1) // PANEL, k * 2 * PANEL
+        sums_at = scratch + part * (4 * rows * together * PANEL)
         panel, end = panels * part // parts, panels * (part + 1) // parts
         while panel < end:
             taken = together if panel + together <= end else 1
-            at, first = panels_at + panel * panel_bytes, panel * _PANEL
-            width = min(taken * _PANEL, n - first)
+            at, first = panels_at + panel * panel_bytes, panel * PANEL
+            width = min(taken * PANEL, n - first)
             for row in range(0, m, rows):
                 x0, x1, x2, x3, x4, x5 = _rows(x, row, m - 1, k)
                 if taken == together:
@@ -230,25 +211,25 @@ def _make(rows: int, kind: int) -> Callable[..., None]:
     return body
 
 
-def _make_many(kind: int) -> Callable[..., None]:
-    """Tiles of :data:`_MOST` rows, which multiply panels that are expanded before."""
-    rows = _MOST
-    code = (rows * 8 + 1) * 4 + _EXPANDED
+def make_many(kind: int) -> Callable[..., None]:
+    """Tiles of :data:`MOST` rows, which multiply panels that are expanded before."""
+    rows = MOST
+    code = (rows * 8 + 1) * 4 + EXPANDED
 
     def body(arguments: Any) -> None:
         args = unpack(arguments)
         panels_at, x, to, bias_at, scratch = args[0], args[1], args[2], args[3], args[4]
         m, n, k, stride, chunk = args[5], args[6], args[7], args[8], args[9]
         part, parts = this_part(), all_parts()
-        panels, panel_bytes = (n + _PANEL - 1) // _PANEL, k * 2 * _PANEL
-        sums_at = scratch + part * (4 * _PANEL * (rows + k))
-        panel_at = sums_at + 4 * _PANEL * rows
+        panels, panel_bytes = (n + PANEL - 1) // PANEL, k * 2 * PANEL
+        sums_at = scratch + part * (4 * PANEL * (rows + k))
+        panel_at = sums_at + 4 * PANEL * rows
         for start in range(0, m, chunk):
             stop = min(m, start + chunk)
             for panel in range(panels * part // parts, panels * (part + 1) // parts):
                 _expand(kind, panels_at + panel * panel_bytes, panel_at, k)
-                first = panel * _PANEL
-                width = min(_PANEL, n - first)
+                first = panel * PANEL
+                width = min(PANEL, n - first)
                 for row in range(start, stop, rows):
                     x0, x1, x2, x3, x4, x5 = _rows(x, row, stop - 1, k)
                     _tile(code, panel_at, 0, sums_at, k, x0, x1, x2, x3, x4, x5)
@@ -276,7 +257,7 @@ def _write(
     """Put a tile's sums, and the bias, in their place."""
     bias = array(bias_at, np.float32, n)
     for r in range(rows):
-        sums = array(sums_at + 4 * _PANEL * panels * r, np.float32, width)
+        sums = array(sums_at + 4 * PANEL * panels * r, np.float32, width)
         out = array(to + 4 * ((row + r) * stride + first), np.float32, width)
         if bias_at != 0:
             for i in range(width):
@@ -284,30 +265,3 @@ def _write(
         else:
             for i in range(width):
                 out[i] = sums[i]
-
-
-_FEW_ROWS = Kernel(_make, "9q", exact=True)
-_MANY_ROWS = Kernel(_make_many, "10q", exact=True)
-
-
-def half_linear(x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """See the wrapper; x is contiguous."""
-    (m, k), n = x.shape, out.shape[1]
-    kind = _BFLOAT16 if panels.dtype is torch.bfloat16 else _FLOAT16
-    parts = threads(m * n * k, _LEAST)
-    given = (
-        panels.data_ptr(),
-        x.data_ptr(),
-        out.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-    )
-    if m >= _MANY:
-        scratch = torch.empty(parts * (_MOST + k) * _PANEL)
-        chunk = max(_CHUNK // (4 * k) // _MOST, 1) * _MOST
-        _MANY_ROWS.run((kind,), parts, *given, scratch.data_ptr(), m, n, k, out.stride(0), chunk)
-        return
-    rows = m
-    if m > 2:
-        rows = _MOST if -m % _MOST <= -m % 4 else 4
-    scratch = torch.empty(parts * rows * _PANELS[rows] * _PANEL)
-    _FEW_ROWS.run((rows, kind), parts, *given, scratch.data_ptr(), m, n, k, out.stride(0))

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from engine_core.kernels.compiled import Kernel, threads
 from engine_core.kernels.compiled.numbers import (
     STORED,
     all_parts,
@@ -22,44 +20,9 @@ from engine_core.kernels.compiled.numbers import (
     widen,
 )
 
-# Numbers per thread, at least.
-_LEAST = 2**14
 
-
-def norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    *,
-    residual: Tensor | None,
-    centred: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """The norm of ``x [..., H]`` plus ``residual``, and that sum if there is a residual."""
-    size = x.shape[-1]
-    x = x if x.is_contiguous() else x.contiguous()
-    if residual is not None and not residual.is_contiguous():
-        residual = residual.contiguous()
-    out = torch.empty_like(x)
-    total = None if residual is None else torch.empty_like(x)
-    numbers = x.numel()
-    _KERNEL.run(
-        (x.dtype, centred),
-        threads(numbers, _LEAST),
-        x.data_ptr(),
-        0 if residual is None else residual.data_ptr(),
-        0 if total is None else total.data_ptr(),
-        weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        numbers // size if size else 0,
-        size,
-        eps,
-    )
-    return out, total
-
-
-def _make(dtype: torch.dtype, centred: bool) -> Callable[..., None]:
+def make(dtype: torch.dtype, centred: bool) -> Callable[..., None]:
+    """The body for a dtype, with or without a mean that is taken off."""
     stored = STORED[dtype]
 
     def body(arguments: Any) -> None:
@@ -103,6 +66,3 @@ def _make(dtype: torch.dtype, centred: bool) -> Callable[..., None]:
                     out[i] = narrow(normed * widen(weight[i]), out[i])
 
     return body
-
-
-_KERNEL = Kernel(_make, "8qd")

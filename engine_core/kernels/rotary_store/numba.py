@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from engine_core.kernels.codes import E4M3_TOP, INT8_TOP, cache_parts
-from engine_core.kernels.compiled import Kernel, threads
+from engine_core.kernels.codes import E4M3_TOP, INT8_TOP
 from engine_core.kernels.compiled.numbers import (
     STORED,
     all_parts,
@@ -28,73 +26,11 @@ from engine_core.kernels.compiled.numbers import (
     widen,
 )
 
-# Numbers per thread, at least.
-_LEAST = 2**13
 
-
-def rotary_store(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    interleaved: bool,
-    kv_scales: tuple[float, float] | None = None,
-) -> None:
-    """Arguments as in the public wrapper; cos and sin are contiguous."""
-    slot_mapping = slot_mapping.contiguous()
-    (k_cache, k_scales), (v_cache, v_scales) = cache_parts(k_cache), cache_parts(v_cache)
-    tokens, num_heads, head_dim = q.shape
-    num_kv_heads, v_head_dim = v.shape[1:]
-    parts = threads(tokens * (num_heads + 2 * num_kv_heads) * head_dim, _LEAST)
-    # A head of keys before it is encoded.
-    scratch = None if k_scales is None else q.new_empty(parts, head_dim)
-    _KERNEL.run(
-        (q.dtype, k_cache.dtype, interleaved, q_weight is not None, kv_scales is not None),
-        parts,
-        q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        slot_mapping.data_ptr(),
-        0 if q_weight is None else q_weight.data_ptr(),
-        0 if k_weight is None else k_weight.data_ptr(),
-        tokens,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        v_head_dim,
-        cos.shape[-1],
-        cos.shape[0] if cos.dim() == 3 else 1,
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        k_cache.shape[1],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        0 if scratch is None else scratch.data_ptr(),
-        0 if k_scales is None else k_scales.data_ptr(),
-        0 if k_scales is None else k_scales.stride(0),
-        0 if v_scales is None else v_scales.data_ptr(),
-        0 if v_scales is None else v_scales.stride(0),
-        eps,
-        *(kv_scales or (0.0, 0.0)),
-    )
-
-
-def _make(
+def make(
     dtype: torch.dtype, kept: torch.dtype, interleaved: bool, normalised: bool, given: bool
 ) -> Callable[..., None]:
+    """The body for dtypes of activations and cache, and the kinds of rotation, norms and scales."""
     stored, size = STORED[dtype], dtype.itemsize
     held_as, kept_size, scaled = STORED[kept], kept.itemsize, kept != dtype
     # A function that is chosen here would have another name on the disk in each process.
@@ -195,6 +131,3 @@ def _encode(
         if is_given:
             number = min(max(number, -top), top)
         codes[i] = int8_of(number) if as_int8 else e4m3_of(number)
-
-
-_KERNEL = Kernel(_make, "35q3d")

@@ -6,43 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from engine_core.kernels.compiled import Kernel, threads
 from engine_core.kernels.compiled.numbers import all_parts, array, float32, this_part, unpack
 
-# Numbers of states per thread, at least.
-_LEAST = 2**15
 
+def make() -> Callable[..., None]:
+    """The body."""
 
-def step_states(
-    mixed: Tensor, steps: Tensor, decays: Tensor, d: Tensor, states: Tensor, places: Tensor
-) -> Tensor:
-    """Each row's next state, written to its place, and the results ``[R, heads, P]`` float32.
-
-    Args:
-        mixed: ``[R, channels]`` float32, x, B and C.
-        steps: ``[R, heads]`` float32.
-        decays: ``[R, heads]`` float32.
-        d: ``[heads]`` float32.
-        states: ``[num_blocks, 2, heads, P, N]`` float32.
-        places: ``[2, R]`` int64, where a row's state is read and written, in numbers from the first
-            one of ``states``; a negative one is read as zeros.
-    """
-    count, channels = mixed.shape
-    heads, width, size = states.shape[2:]
-    mixed, steps, decays = mixed.contiguous(), steps.contiguous(), decays.contiguous()
-    out = mixed.new_empty(count, heads, width)
-    _KERNEL.run(
-        (),
-        threads(out.numel() * size, _LEAST),
-        *(each.data_ptr() for each in (out, mixed, steps, decays, d, states, places)),
-        *(count, channels, heads, width, size, states.shape[0] * states.stride(0)),
-    )
-    return out
-
-
-def _make() -> Callable[..., None]:
     def body(arguments: Any) -> None:
         args = unpack(arguments)
         count, channels, heads, width, size = args[7], args[8], args[9], args[10], args[11]
@@ -80,6 +50,3 @@ def _make() -> Callable[..., None]:
                 out[p] = y + ds[head] * x[p]
 
     return body
-
-
-_KERNEL = Kernel(_make, "13q")

@@ -1,0 +1,59 @@
+"""Products of float32 with bfloat16 or float16, by kernels compiled for a CPU."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from engine_core.kernels.compiled import Kernel, cpu_features, threads
+
+LANES = 8
+PANEL = 2 * LANES
+# Panels that a tile of so many rows multiplies at once. AVX2 has 16 registers: each row and panel
+# takes two, the panel's numbers two and the activation one; and fewer than eight sums would wait
+# for each other.
+PANELS = {1: 4, 2: 2, 4: 1, 6: 1}
+MOST = 6
+# From so many rows on panels are expanded first.
+_MANY = 48
+# How a panel's numbers are stored.
+FLOAT16, BFLOAT16, EXPANDED = range(3)
+# Bytes of activations that stay in a core's cache while all panels pass.
+_CHUNK = 2**22
+# Products for each thread at least.
+_LEAST = 2**16
+
+
+@cache
+def panel_width() -> int:
+    """Rows of a panel, or 0 if the CPU for which kernels are compiled lacks the instructions."""
+    return PANEL if {"+avx2", "+fma", "+f16c"} <= cpu_features() else 0
+
+
+def half_linear(x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """See the wrapper; x is contiguous."""
+    (m, k), n = x.shape, out.shape[1]
+    kind = BFLOAT16 if panels.dtype is torch.bfloat16 else FLOAT16
+    parts = threads(m * n * k, _LEAST)
+    given = (
+        panels.data_ptr(),
+        x.data_ptr(),
+        out.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+    )
+    if m >= _MANY:
+        scratch = torch.empty(parts * (MOST + k) * PANEL)
+        chunk = max(_CHUNK // (4 * k) // MOST, 1) * MOST
+        _MANY_ROWS.run((kind,), parts, *given, scratch.data_ptr(), m, n, k, out.stride(0), chunk)
+        return
+    rows = m
+    if m > 2:
+        rows = MOST if -m % MOST <= -m % 4 else 4
+    scratch = torch.empty(parts * rows * PANELS[rows] * PANEL)
+    _FEW_ROWS.run((rows, kind), parts, *given, scratch.data_ptr(), m, n, k, out.stride(0))
+
+
+_FEW_ROWS = Kernel("engine_core.kernels.half_linear.numba:make", "9q", exact=True)
+_MANY_ROWS = Kernel("engine_core.kernels.half_linear.numba:make_many", "10q", exact=True)
