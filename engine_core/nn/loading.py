@@ -50,14 +50,15 @@ class LoadAccount:
         self._params = dict(model.named_parameters())
         self._names = {id(param): name for name, param in self._params.items()}
         # Numbers to come. Added up for each tensor, the parts of 128 experts would take minutes.
-        self._missing = {name: param.numel() for name, param in model.named_parameters()}
+        self._missing = {name: param.numel() for name, param in self._params.items()}
         self._filled: dict[str, dict[Any, int]] = {name: {} for name in self._missing}
         self._sources: dict[str, dict[Any, set[str]]] = {name: {} for name in self._missing}
         self._dtypes: dict[str, set[torch.dtype]] = {}
         self._offered: dict[str, int] = {}
         self._taken: set[str] = set()
-        # A weak reference leaves a storage its address, which otherwise a later one could have.
-        self._by_storage: dict[StorageWeakRef, str] = {}
+        # By a storage's address. A weak reference keeps it from being that of a later one.
+        self._by_storage: dict[int, str] = {}
+        self._storages: list[StorageWeakRef] = []
         self._current: str | None = None
         self._wrong: list[str] = []
         self._twice: dict[str, str] = {}
@@ -70,7 +71,9 @@ class LoadAccount:
         """Pass the tensors on and remember their names."""
         for name, tensor in weights:
             self._offered[name] = len(self._offered)
-            self._by_storage[StorageWeakRef(tensor.untyped_storage())] = name
+            storage = StorageWeakRef(tensor.untyped_storage())
+            self._storages.append(storage)
+            self._by_storage[storage.cdata] = name
             self._forms[name] = tensor.shape, tensor.stride()
             self._current = name
             yield name, tensor
@@ -82,7 +85,7 @@ class LoadAccount:
 
     def _source(self, tensor: Tensor) -> str | None:
         # A view shares its tensor's storage; a computed copy came from the tensor handed out last.
-        return self._by_storage.get(StorageWeakRef(tensor.untyped_storage()), self._current)
+        return self._by_storage.get(tensor.untyped_storage()._cdata, self._current)
 
     def note(
         self,
@@ -102,13 +105,13 @@ class LoadAccount:
             self._missing[name] -= numel - self._filled[name].get(shard_id, 0)
             self._filled[name][shard_id] = numel
             self._dtypes.setdefault(name, set()).add(tensor.dtype)
-        source = self._source(tensor)
+        own = self._by_storage.get(tensor.untyped_storage()._cdata)
+        source = self._current if own is None else own
         if name is not None and source is not None:
             if not _COMPARING.get():
                 self._compare(name, source, shard_id)
             self._sources[name].setdefault(shard_id, set()).add(source)
-            own = self._by_storage.get(StorageWeakRef(tensor.untyped_storage())) == source
-            if not own or self._forms[source] != (tensor.shape, tensor.stride()):
+            if own is None or self._forms[source] != (tensor.shape, tensor.stride()):
                 self.altered.add(source)
         self._take(source)
         if refused is not None:

@@ -94,7 +94,8 @@ class Packer:
             if isinstance(module, Linear) and all(users[id(p)] == 1 for p in module.parameters())
         ]
         # Asked for all linears after each of a thousand tensors, this took half a second.
-        self._owners = {id(p): module for module in self._linears for p in module.parameters()}
+        self._params = {module: tuple(module.parameters()) for module in self._linears}
+        self._owners = {id(p): module for module, own in self._params.items() for p in own}
         self._vocabularies: dict[int, list[VocabularySplit]] = {}
         for module in model.modules():
             if isinstance(module, VocabularySplit):
@@ -114,16 +115,17 @@ class Packer:
             ready = [
                 linear
                 for linear in touched
-                if all(account.is_filled(param) for param in linear.parameters())
+                if all(account.is_filled(param) for param in self._params[linear])
             ]
             for linear in ready:
                 self._linears.remove(linear)
-                for param in linear.parameters():
+                for param in self._params.pop(linear):
                     del self._owners[id(param)]
             self._pack(ready)
 
     def pack_linears(self) -> None:
         """Pack the linears that are left."""
+        self._params.clear()
         self._pack(self._linears)
         self._linears = []
 

@@ -196,13 +196,14 @@ class GroupLinearMethod(GroupMethod):
         self, pairs: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype
     ) -> Int4Matrix:
         size = self._layout.cpu_group(2 * pairs.shape[1])
-        scales = scales.float()
         if zeros is None:
             zeros = torch.zeros_like(scales)
         elif zeros.dtype == torch.uint8:
+            scales = scales.float()
             zeros = (8 - zeros.float()) * scales
         times = 2 * pairs.shape[1] // size // scales.shape[1]
-        scales, zeros = (each.repeat_interleave(times, dim=1) for each in (scales, zeros))
+        if times > 1:
+            scales, zeros = (each.repeat_interleave(times, dim=1) for each in (scales, zeros))
         return Int4Matrix.of_pairs(pairs, scales, zeros, dtype, size)
 
     def declined(self, layer: Linear, epilogue: Epilogue, call: Call) -> str | None:
