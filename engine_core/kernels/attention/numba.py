@@ -186,7 +186,7 @@ def make_attend(
 def make_join(
     dtype: torch.dtype, heads: int, dims: int, v_dims: int, alibi: bool, capped: bool
 ) -> Callable[..., None]:
-    """What two parts left of a row, joined."""
+    """The pieces of a row that several parts had, joined."""
     stored, size = STORED[dtype], dtype.itemsize
 
     def body(arguments: Any) -> None:

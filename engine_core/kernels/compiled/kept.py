@@ -87,7 +87,7 @@ def keep(module: str, name: str, entry: str, code: bytes) -> None:
 
 
 def noted_features() -> frozenset[str] | None:
-    """What :func:`cpu_features` has found before with this Numba; None if it was not asked."""
+    """Features that :func:`cpu_features` found before with this Numba; None if never asked."""
     for folder in _folders(_HERE):
         try:
             return frozenset((folder / _note()).read_text().split(","))
