@@ -219,7 +219,6 @@ class EngineCore:
                 asked = stats.submitted(plan)
                 self.pacing.submitted(asked - begun)
                 self._steps += plan.repeat
-                self._timings.count(pending.way, plan.repeat)
                 if plan.admitted:
                     self._count_admitted(plan, planned)
                 if self.trace is not None:
@@ -230,6 +229,7 @@ class EngineCore:
             early = pending.done is True
             self.pacing.waiting(done, early=early)
             result = pending.result()
+            self._timings.count(pending.way, done.repeat)
             self.pacing.finished(done, planned, early=early)
             ended = stats.waited(done)
             seconds = ended - max(planned, self._last_end)
@@ -245,7 +245,7 @@ class EngineCore:
             applied = stats.applied()
             if self.trace is not None:
                 times, encoded = (asked, ended, applied), result.encode_seconds
-                self.trace.done(done, times, generated, early=early, encoded=encoded)
+                self.trace.done(done, pending, times, generated, early=early, encoded=encoded)
             return updates
         except Exception as error:
             raise self.fail(error) from error

@@ -222,10 +222,10 @@ class Engine(HasFrontend):
         prompts or with prompts beside decodes, and decode steps with penalties, biases or bans.
 
         It ends, with a warning in the log, where less memory is free than the largest step takes,
-        or if a capture fails. With an input processor it does nothing before the first request. On
-        a CPU, with ``eager``, with several ranks, and for a model without ``support_cuda_graph``
-        there is nothing to do. An interrupt (SIGINT) that comes meanwhile takes effect at the end
-        of a capture, a second one at once.
+        on any rank, or if a capture fails. With an input processor it does nothing before the first
+        request. On a CPU, with ``eager``, with stages of a pipeline, and for a model without
+        ``support_cuda_graph`` there is nothing to do. An interrupt (SIGINT) that comes meanwhile
+        takes effect at the end of a capture, a second one at once.
 
         Raises:
             EngineDeadError: the model failed, or the engine has stopped.

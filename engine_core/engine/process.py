@@ -509,7 +509,7 @@ def _serve(
             if not config.skip_tokenizer_init and find_spec("llguidance") is not None:
                 # The vocabulary is read now, and not while the first guided request waits.
                 guides = core.executor.prepare(None)
-            _capture_expected(core, source.device)
+            _capture_expected(core, source.device if config.num_ranks == 1 else None)
             if guides is not None:
                 core.wait_prepared(guides)  # if it failed, a guided request will say it
             # Else what a family's rows need is known with their first request.
@@ -602,19 +602,23 @@ def _obey(
         core.finish(*arguments)
 
 
-def _capture_expected(core: EngineCore, device: torch.device) -> None:
-    """Capture all steps that are expected, so that no request waits for a capture."""
+def _capture_expected(core: EngineCore, device: torch.device | None) -> None:
+    """Capture all steps that are expected, so that no request waits for a capture.
+
+    ``device`` is this process's; None if ranks in other processes have the devices: to ask for the
+    memory of one would take some of it.
+    """
     from engine_core.runtime.platform import used_memory
 
-    begin, before, captured = time.monotonic(), used_memory(device), 0
+    begin, captured = time.monotonic(), 0
+    before = 0 if device is None else used_memory(device)
     while core.capture_next():
         captured += 1
     if captured:
-        seconds = time.monotonic() - begin
-        size = (used_memory(device) - before) >> 20
-        logger.info(
-            "captured %d more CUDA graphs at start, in %.1f s and %d MiB", captured, seconds, size
-        )
+        seconds, memory = time.monotonic() - begin, ""
+        if device is not None:
+            memory = f" and {(used_memory(device) - before) >> 20} MiB"
+        logger.info("captured %d more CUDA graphs at start, in %.1f s%s", captured, seconds, memory)
 
 
 def _add(core: EngineCore, sequences: Sequence[NewSequence], refused: list[TokenUpdate]) -> None:

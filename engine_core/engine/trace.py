@@ -181,6 +181,7 @@ class EngineTrace:
     def done(
         self,
         plan: StepPlan,
+        pending: PendingStep,
         times: tuple[float, float, float],
         generated: int,
         *,
@@ -191,6 +192,7 @@ class EngineTrace:
 
         Args:
             plan: the step's.
+            pending: says how it was run, as ranks in other processes tell with their results.
             times: when its result was asked for, was there, and was taken in.
             generated: tokens accepted of it.
             early: whether the device was done before it was asked for.
@@ -199,6 +201,7 @@ class EngineTrace:
         record = self._flight.pop(plan.step_id, None)
         if record is None:  # submitted before there was a trace
             return
+        record.way, record.padded_tokens = pending.way, pending.num_tokens
         record.asked, record.done, record.applied = times
         record.sent = record.applied
         record.early, record.generated, record.encoded = early, generated, encoded

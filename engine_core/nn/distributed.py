@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 import torch.distributed
 from torch import Tensor
@@ -44,6 +48,27 @@ def split_heads(num_heads: int, context: BuildContext, what: str) -> tuple[int, 
     return 1, rank // (size // num_heads)
 
 
+# Its name until torch 2.13.
+_gather = getattr(torch.distributed, "all_gather_single", None) or (
+    torch.distributed.all_gather_into_tensor
+)
+_REHEARSING: ContextVar[bool] = ContextVar("engine_core_rehearsing", default=False)
+
+
+@contextmanager
+def rehearsing() -> Iterator[None]:
+    """Leave the other ranks out of sums and gathers in the ``with`` block.
+
+    Shapes and types are as ever, and numbers mean nothing: to find out whether this rank by itself
+    has the memory and the kernels.
+    """
+    token = _REHEARSING.set(True)
+    try:
+        yield
+    finally:
+        _REHEARSING.reset(token)
+
+
 def all_reduce(x: Tensor, context: BuildContext) -> Tensor:
     """Sum ``x`` over the group; the identity on one rank, and on the meta device.
 
@@ -51,7 +76,7 @@ def all_reduce(x: Tensor, context: BuildContext) -> Tensor:
     ranks, and rounded once. Elsewhere the order is NCCL's: it depends on the element's place and
     on the number of elements, and so on what else is in the batch. ``x`` may be overwritten.
     """
-    if context.tp_size == 1 or x.is_meta:
+    if context.tp_size == 1 or x.is_meta or _REHEARSING.get():
         return x
     if x.device.type == "cpu" or context.deterministic:
         return _sum_in_order(x, context)
@@ -88,10 +113,13 @@ def _sum_in_order(x: Tensor, context: BuildContext) -> Tensor:
 
 def all_gather_last_dim(x: Tensor, context: BuildContext) -> Tensor:
     """Join ``[..., N]`` of every rank to ``[..., N * tp_size]`` in rank order."""
-    if context.tp_size == 1:
+    size = context.tp_size
+    if size == 1:
         return x
-    parts = [torch.empty_like(x) for _ in range(context.tp_size)]
-    if x.is_meta:
-        return torch.cat(parts, dim=-1)
-    torch.distributed.all_gather(parts, x.contiguous(), group=context.process_group)
-    return torch.cat(parts, dim=-1)
+    if x.is_meta or _REHEARSING.get():
+        return torch.cat([x] * size, dim=-1)
+    parts = x.new_empty(size, *x.shape)
+    flat = x.contiguous().view(-1)
+    _gather(parts.view(-1), flat, group=context.process_group)
+    # One row, as of a single sequence that decodes, needs no copy.
+    return parts.movedim(0, -2).reshape(*x.shape[:-1], -1)

@@ -16,8 +16,15 @@ from engine_core.errors import EngineError, OptionError
 from engine_core.kernels import choose_greedy, decode_inputs, sample_tokens
 from engine_core.kernels.sampling import NUMBERS, Adjustments, SamplingState
 from engine_core.nn.embedding import VocabularySplit
-from engine_core.plugin_code import described
 from engine_core.runtime.block_tables import IntArray
+from engine_core.runtime.capture import (
+    Agreement,
+    Capturer,
+    CudaCapturer,
+    Graph,
+    NotCapturedError,
+    capture,
+)
 from engine_core.runtime.platform import to_device
 from engine_core.runtime.sampler.sampler import apply_bitmask
 from engine_core.runtime.step_batch import (
@@ -56,7 +63,7 @@ class Captured:
         numbers: what it reads, as in :class:`StepBatch`; None if that is shared with others.
     """
 
-    graph: torch.cuda.CUDAGraph
+    graph: Graph
     logits: Tensor | None
     chosen: StepOutputs
     numbers: Tensor | None
@@ -86,6 +93,8 @@ class GraphState:
         sampling: gives how the rows of the persistent batch choose.
         step_bytes: what the activations of the largest step take. Where less memory is free,
             nothing is captured before it is needed.
+        agreement: with the other ranks of the model.
+        capturer: makes what captures on a device.
         uncaptured: keys of the steps that could not be captured; they are not tried again.
         ahead: whether steps are captured before they are needed: until one could not be.
     """
@@ -94,6 +103,8 @@ class GraphState:
     logits_of: Callable[[StepContext, Tensor | None], Tensor]
     sampling: Callable[[], SamplingState]
     step_bytes: int
+    agreement: Agreement = field(default_factory=Agreement)
+    capturer: Callable[[torch.device], Capturer] = CudaCapturer
     uncaptured: set[GraphKey] = field(default_factory=set)
     ahead: bool = True
 
@@ -120,17 +131,18 @@ def largest_step_bytes(model: nn.Module, tokens: int) -> int:
     return 2 * tokens * max(widths, default=0)
 
 
-def _free_memory(device: torch.device) -> int:
-    """Bytes available to a step: free memory of the device, and memory that PyTorch caches."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+# Gives logits, tokens and their status.
+_Step = Callable[[], tuple[Tensor | None, Tensor, Tensor]]
 
 
 class _Graphs(ABC):
     """The common part of the two kinds of captured steps.
 
     A graph is captured when a step first needs it, if it was not before. A step for whose graph
-    there is no memory runs without one, from then on.
+    there is no memory runs without one, from then on. Several ranks capture together
+    (:func:`~engine_core.runtime.capture.capture`), and a step that one of them cannot capture, for
+    whatever reason, runs without a graph on all. What else these classes decide follows from plans
+    and from earlier captures alone, so that it is the same on every rank.
     """
 
     def __init__(
@@ -151,9 +163,7 @@ class _Graphs(ABC):
         self._graphs: dict[GraphKey, Captured] = {}
         # Whether all that is expected was captured, as somebody took the time to ask for.
         self._complete = False
-        self._pool = torch.cuda.graph_pool_handle()
-        # One for all: captures share memory only with those on the same stream.
-        self._stream = torch.cuda.Stream(self._device)
+        self._capturer = state.capturer(self._device)
 
     def forget(self) -> None:
         """Drop all graphs, as there is more state per row or token than when captured."""
@@ -164,15 +174,17 @@ class _Graphs(ABC):
         """Capture what the first greedy request with a short prompt needs.
 
         Raises:
-            OptionError: there is no memory for it.
-            EngineError: it cannot be captured for another reason.
+            OptionError: there is no memory for it, and there is one rank.
+            EngineError: it cannot be captured for another reason, and there is one rank.
         """
         for key in self._at_start:
             try:
                 self._graphs[key] = self._make(key)
-            except Exception as error:
-                kind = OptionError if _is_out_of_memory(error) else EngineError
-                raise kind(self._reason(key, error)) from error
+            except NotCapturedError as error:
+                if self._state.agreement.size == 1:
+                    kind = OptionError if error.out_of_memory else EngineError
+                    raise kind(self._reason(key, error)) from error.__cause__
+                self._give_up(key, error)
 
     def capture_next(self) -> bool:
         """Capture one more step that is likely to be needed.
@@ -187,10 +199,10 @@ class _Graphs(ABC):
             self._compile_others()
         if key is None or not self._state.ahead:
             return False
-        free = _free_memory(self._device)
+        free = min(self._state.agreement.gather(self._capturer.free_memory()))
         if free < self._state.step_bytes:
             self._state.ahead = False
-            logger.warning(
+            self._warn(
                 "%d MiB of GPU memory are free, and the largest step takes about %d: no more CUDA "
                 "graphs are captured before they are needed; set kv_cache_memory lower to leave "
                 "more",
@@ -200,7 +212,7 @@ class _Graphs(ABC):
             return False
         try:
             self._graphs[key] = self._make(key)
-        except Exception as error:
+        except NotCapturedError as error:
             self._give_up(key, error)
             return False
         return True
@@ -209,37 +221,44 @@ class _Graphs(ABC):
         """The graph of a step, captured now if need be; None if there is no memory for it.
 
         Raises:
-            RuntimeError: it cannot be captured for another reason.
+            RuntimeError: it cannot be captured for another reason, and there is one rank.
         """
         if key not in self._graphs and key not in self._state.uncaptured:
             try:
                 self._graphs[key] = self._make(key)
-            except Exception as error:
-                if not _is_out_of_memory(error):
-                    raise RuntimeError(self._reason(key, error)) from error
+            except NotCapturedError as error:
+                if self._state.agreement.size == 1 and not error.out_of_memory:
+                    raise RuntimeError(self._reason(key, error)) from error.__cause__
                 self._give_up(key, error)
         return self._graphs.get(key)
 
-    def _give_up(self, key: GraphKey, error: Exception) -> None:
+    def _give_up(self, key: GraphKey, error: NotCapturedError) -> None:
         """Run the step of this key without a graph from now on."""
         self._state.uncaptured.add(key)
         self._state.ahead = False
-        logger.warning(
+        self._warn(
             "%s. From now on such a step launches its kernels one by one, which is slower, and "
             "nothing more is captured before it is needed",
             self._reason(key, error),
         )
 
-    def _reason(self, key: GraphKey, error: Exception) -> str:
+    def _warn(self, message: str, *args: object) -> None:
+        """Log it once, not by every rank."""
+        if self._state.agreement.rank == 0:
+            logger.warning(message, *args)
+
+    def _reason(self, key: GraphKey, error: NotCapturedError) -> str:
         """Why the step of this key was not captured, and what to do."""
-        if _is_out_of_memory(error):
+        step = self._describe(key)
+        if error.out_of_memory:
+            where = f" ({error})" if self._state.agreement.size > 1 else ""
             return (
-                f"no memory to capture {self._describe(key)} as a CUDA graph; set kv_cache_memory "
-                "lower to leave more"
+                f"no memory to capture {step} as a CUDA graph{where}; set kv_cache_memory lower to "
+                "leave more"
             )
         return (
-            f"{self._describe(key)} could not be captured as a CUDA graph: {described(error)}; "
-            "with eager=True (--eager) nothing is captured"
+            f"{step} could not be captured as a CUDA graph: {error}; with eager=True (--eager) "
+            "nothing is captured"
         )
 
     @abstractmethod
@@ -247,44 +266,28 @@ class _Graphs(ABC):
         """Run what no graph is captured for beforehand, so that no request waits for a compile."""
 
     @abstractmethod
-    def _make(self, key: GraphKey) -> Captured:
-        """Capture the step of this key."""
+    def _prepare(self, key: GraphKey) -> tuple[_Step, Tensor | None]:
+        """Return the step to capture for this key, and the numbers it reads if they are its own.
+
+        The step that it gives may run at once, and leaves everything as it is.
+        """
 
     @abstractmethod
     def _describe(self, key: GraphKey) -> str:
         """The step of this key in words."""
 
-    def _capture(
-        self,
-        step: Callable[[], tuple[Tensor | None, Tensor, Tensor]],
-        numbers: Tensor | None = None,
-    ) -> Captured:
-        """Capture a function that gives logits, tokens and their status."""
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.stream(self._stream):
-                # Compiles and tunes what a capture must not.
-                step()
-                # Other threads of the user's process may use CUDA meanwhile.
-                with torch.cuda.graph(
-                    graph,
-                    pool=self._pool,
-                    stream=self._stream,
-                    capture_error_mode="thread_local",
-                ):
-                    logits, tokens, status = step()
-        finally:
-            current.wait_stream(self._stream)
-        return Captured(graph, logits, StepOutputs(tokens=tokens, status=status), numbers)
+    def _make(self, key: GraphKey) -> Captured:
+        """Capture the step of this key."""
+        read: list[Tensor | None] = []
 
+        def prepare() -> _Step:
+            step, numbers = self._prepare(key)
+            read.append(numbers)
+            return step
 
-def _is_out_of_memory(error: Exception) -> bool:
-    """Whether PyTorch's allocator, the CUDA runtime or Triton says that memory has run out."""
-    return isinstance(error, RuntimeError) and (
-        isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
-    )
+        graph, outputs = capture(self._capturer, self._state.agreement, prepare)
+        logits, tokens, status = outputs
+        return Captured(graph, logits, StepOutputs(tokens=tokens, status=status), read[-1])
 
 
 class DecodeGraphs(_Graphs):
@@ -315,8 +318,9 @@ class DecodeGraphs(_Graphs):
         # Row numbers, then positions: what the host writes before the first replay of a plan.
         self._static = torch.full((2, rows), -1, dtype=torch.int64, device=self._device)
         self._static[0] = rows
+        on_gpu = self._device.type == "cuda"
         self._ring = [
-            torch.empty(2, rows, dtype=torch.int64, pin_memory=True) for _ in range(_RING)
+            torch.empty(2, rows, dtype=torch.int64, pin_memory=on_gpu) for _ in range(_RING)
         ]
         self._turn = 0
         # Those whose tensors the adjusted graphs have captured.
@@ -408,11 +412,11 @@ class DecodeGraphs(_Graphs):
             table.flush()
         return captured
 
-    def _make(self, key: GraphKey) -> Captured:
+    def _prepare(self, key: GraphKey) -> tuple[_Step, Tensor | None]:
         # Padding is all there is in the step that is captured.
         self._static[0] = self._steps.max_rows
         self._static[1] = -1
-        return self._capture(lambda: self._step(key.decode_rows, key.choice))
+        return lambda: self._step(key.decode_rows, key.choice), None
 
     def _describe(self, key: GraphKey) -> str:
         return f"a decode step of up to {key.decode_rows} rows ({key.choice.name.lower()} choice)"
@@ -580,9 +584,9 @@ class GraphSteps(_Graphs):
         where = torch.tensor([batch.places[index] for index in batch.sampled])
         return StepOutputs(captured.logits[to_device(where, self._device)])
 
-    def _make(self, key: GraphKey) -> Captured:
+    def _prepare(self, key: GraphKey) -> tuple[_Step, Tensor | None]:
         batch, numbers = self._padding(key)
-        return self._capture(lambda: self._step(batch, numbers), numbers)
+        return lambda: self._step(batch, numbers), numbers
 
     def _compile_others(self) -> None:
         # For odd numbers of tokens kernels are compiled anew.

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine_core.plugin_code import described
+from engine_core.runtime.capture import (
+    Agreement,
+    Capturer,
+    CudaCapturer,
+    Graph,
+    NotCapturedError,
+    capture,
+)
 from engine_core.runtime.eager import ForwardPass
 from engine_core.runtime.platform import pinned
 
@@ -28,7 +35,7 @@ _Key = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    graph: torch.cuda.CUDAGraph
+    graph: Graph
     inputs: list[dict[str, Tensor]]
     outputs: list[Tensor]
 
@@ -38,19 +45,26 @@ class MediaGraphs:
 
     What a model names in ``usual_media`` is captured before it comes, and any other size that came
     twice when the engine is idle next. The least recently used graphs give way to others. A model
-    whose encoder cannot be captured has none from then on.
+    whose encoder cannot be captured has none from then on. Ranks capture together, as they do
+    steps; which items there are is the same on all of them.
     """
 
-    def __init__(self, forward: ForwardPass, device: torch.device) -> None:
-        """Nothing is captured yet."""
+    def __init__(
+        self,
+        forward: ForwardPass,
+        device: torch.device,
+        agreement: Agreement | None = None,
+        capturer: Callable[[torch.device], Capturer] = CudaCapturer,
+    ) -> None:
+        """Nothing is captured yet; ``agreement`` is with the other ranks, if there are any."""
         self._forward = forward
         self._device = device
         self._graphs: OrderedDict[_Key, _Captured] = OrderedDict()
         self._seen: OrderedDict[_Key, int] = OrderedDict()
         self._wanted: dict[_Key, tuple[str, list[dict[str, Tensor]]]] = {}
         self._broken = False
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._agreement = agreement or Agreement()
+        self._capturer = capturer(device)
         for kind, items in forward.usual_media():
             self._wanted[_key_of(kind, items)] = kind, [dict(item) for item in items]
 
@@ -82,15 +96,16 @@ class MediaGraphs:
             self._graphs.popitem(last=False)
         try:
             self._graphs[key] = self._capture(kind, items)
-        except Exception as error:
+        except NotCapturedError as error:
             self._broken = True
             self._wanted.clear()
-            logger.warning(
-                "%s.embed_media could not be captured as a CUDA graph: %s; it launches its kernels "
-                "one by one",
-                self._forward.model_name,
-                described(error),
-            )
+            if self._agreement.rank == 0:
+                logger.warning(
+                    "%s.embed_media could not be captured as a CUDA graph: %s; it launches its "
+                    "kernels one by one",
+                    self._forward.model_name,
+                    error,
+                )
             return False
         return True
 
@@ -115,27 +130,18 @@ class MediaGraphs:
             )
 
     def _capture(self, kind: str, items: Sequence[Features]) -> _Captured:
-        inputs = [
-            {name: x.to(self._device) if is_content(x) else x for name, x in item.items()}
-            for item in items
-        ]
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.stream(self._stream):
-                # Compiles and tunes what a capture must not.
-                self._forward.embed_media(kind, inputs)
-                with torch.cuda.graph(
-                    graph,
-                    pool=self._pool,
-                    stream=self._stream,
-                    capture_error_mode="thread_local",
-                ):
-                    outputs = self._forward.embed_media(kind, inputs)
-        finally:
-            current.wait_stream(self._stream)
-        return _Captured(graph, inputs, outputs)
+        made: list[list[dict[str, Tensor]]] = []
+
+        def prepare() -> Callable[[], list[Tensor]]:
+            inputs = [
+                {name: x.to(self._device) if is_content(x) else x for name, x in item.items()}
+                for item in items
+            ]
+            made.append(inputs)
+            return lambda: self._forward.embed_media(kind, inputs)
+
+        graph, outputs = capture(self._capturer, self._agreement, prepare)
+        return _Captured(graph, made[-1], outputs)
 
 
 def is_content(tensor: Tensor) -> bool:

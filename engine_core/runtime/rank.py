@@ -12,6 +12,7 @@ import traceback
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from engine_core.runtime.runner import PendingStep
     from engine_core.runtime.worker import Worker
 
+# How long a rank waits for another's word on a capture. The other may compile kernels meanwhile.
+_AGREE = timedelta(minutes=10)
 # Fewer than the executor waits, so that a rank ends by itself even if that is gone.
 _LEAVE_SECONDS = 4
 
@@ -92,10 +95,11 @@ def _serve(
     while True:
         # A step that is here already is launched before the device is waited for.
         while flight and not connection.poll():
-            result = flight.popleft().result()
+            pending = flight.popleft()
+            result = pending.result()
             if answers:
                 with sending:
-                    connection.send(("done", result))
+                    connection.send(("step", (result, pending.way, pending.num_tokens)))
         try:
             message = connection.recv_bytes()
         except (EOFError, OSError):
@@ -103,15 +107,21 @@ def _serve(
         command, *arguments = transport.unpack(message)
         if command == "load":
             worker = _join(model, config, seat)
-            connection.send(("done", worker.load()))
+            with sending:
+                connection.send(("done", worker.load()))
             continue
         assert worker is not None, f"{command} before load"
         if command == "start":
             worker.start(*arguments)
-            connection.send(("done", None))
+            with sending:
+                connection.send(("done", None))
         elif command == "prepare":
             number, params = arguments
             worker.prepare(params).add_done_callback(partial(tell, number))
+        elif command == "capture_next":
+            more = worker.capture_next()
+            with sending:
+                connection.send(("captured", more))
         else:
             flight.append(worker.submit(*arguments))
     if worker is None:
@@ -141,6 +151,7 @@ def _join(model: str, config: EngineConfig, seat: Seat) -> Worker:
     import torch.distributed
 
     from engine_core.registry import build_registry
+    from engine_core.runtime import capture
     from engine_core.runtime.source import open_model
     from engine_core.runtime.stages import StageLink
     from engine_core.runtime.worker import Worker
@@ -175,7 +186,10 @@ def _join(model: str, config: EngineConfig, seat: Seat) -> Worker:
         ]
         group = groups[rank // size]
     context = BuildContext(tp_rank=rank % size, tp_size=size, process_group=group)
-    link = None
+    link, agreement = None, None
     if stages > 1:
         link = StageLink(rank // size, stages, rank % size, size, torch.distributed.new_group())
-    return Worker(source, config, context, link)
+    elif capture.capturer_of(source.device) is not None:
+        # Hosts speak to each other beside what their devices do.
+        agreement = capture.Agreement(torch.distributed.new_group(timeout=_AGREE, backend="gloo"))
+    return Worker(source, config, context, link, agreement)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
@@ -76,7 +76,12 @@ class RanksExecutor(abc.ABC):
         self._answering = size - config.tensor_parallel_size
         # By rank.
         self._connections: list[Connection] = []
-        self._answers: list[deque[Any]] = [deque() for _ in range(size)]
+        self._answers: list[defaultdict[str, deque[Any]]] = [
+            defaultdict(deque) for _ in range(size)
+        ]
+        self._submitted = self._received = 0  # steps
+        # Told of, but not raised yet.
+        self._failures: list[Failure] = []
         self._ended: set[int] = set()
         self._ways: list[tuple[Transport, Sequence[Connection]]] = []
         # By a grammar's number, its future once for each rank that has not compiled it yet.
@@ -124,11 +129,37 @@ class RanksExecutor(abc.ABC):
     def submit(self, plan: StepPlan) -> PendingStep:
         """Send a step to every rank."""
         self._send("submit", plan)
-        return PendingStep(self._next_result, plan.num_tokens)
+        self._submitted += 1
+        number = self._submitted
+
+        def finish() -> StepResult:
+            result, pending.way, pending.num_tokens = self._answer(self._answering, "step")
+            self._received += 1
+            assert isinstance(result, StepResult), f"a rank answered {result!r} to a step"
+            return result
+
+        def is_done() -> bool | None:
+            # That a result is not here says nothing: it may be on its way.
+            return self._has_come(number) or None
+
+        on_gpu = self._device.type == "cuda"
+        pending = PendingStep(finish, plan.num_tokens, is_done=is_done if on_gpu else None)
+        return pending
+
+    def _has_come(self, number: int) -> bool:
+        """Whether the result of this step is here, without waiting for it."""
+        self._failures += self._take_in()
+        return self._received + len(self._answers[self._answering]["step"]) >= number
 
     def capture_next(self) -> bool:
-        """Capture nothing: on several ranks every kernel is launched by itself."""
-        return False
+        """Have all ranks capture one more step; see :meth:`ModelRunner.capture_next`.
+
+        They agree on it, so that their answers are the same.
+        """
+        self._send("capture_next")
+        answers = {self._answer(rank, "captured") for rank in range(len(self._connections))}
+        assert len(answers) == 1, "ranks disagree on what is captured"
+        return bool(answers.pop())
 
     def apply_model(self, *_: object) -> NoReturn:
         """Refuse, as ``trace_layers`` does: the model's parts are in other processes.
@@ -170,25 +201,23 @@ class RanksExecutor(abc.ABC):
         self._send(*message)
         return [self._answer(rank) for rank in range(len(self._connections))]
 
-    def _next_result(self) -> StepResult:
-        result = self._answer(self._answering)
-        assert isinstance(result, StepResult), f"a rank answered {result!r} to a step"
-        return result
-
-    def _answer(self, rank: int) -> Any:
-        """The next answer of ``rank``, while all of them are watched.
+    def _answer(self, rank: int, kind: str = "done") -> Any:
+        """The next answer of this kind of ``rank``, while all of them are watched.
 
         Raises:
             EngineError: what a rank raised.
             EngineDeadError: a rank died, or failed for no fault of the user's.
         """
-        while not self._answers[rank]:
+        while not self._answers[rank][kind]:
+            if self._failures:
+                self._read()
             self._receive()
-        return self._answers[rank].popleft()
+        return self._answers[rank][kind].popleft()
 
     def _read(self) -> None:
         """Take in all messages that are here; raise if one says that its rank failed."""
-        failures = self._take_in()
+        failures = self._failures + self._take_in()
+        self._failures = []
         if failures or self._ended:
             self._fail(failures)
 
@@ -200,12 +229,12 @@ class RanksExecutor(abc.ABC):
             try:
                 while connection.poll():
                     kind, content = connection.recv()
-                    if kind == "done":
-                        self._answers[rank].append(content)
-                    elif kind == "prepared":
+                    if kind == "prepared":
                         self._take_prepared(*content)
-                    else:
+                    elif kind == "failed":
                         failures.append(Failure._make((*content, rank)))
+                    else:
+                        self._answers[rank][kind].append(content)
             except (EOFError, OSError):
                 self._ended.add(rank)
         return failures

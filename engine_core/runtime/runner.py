@@ -18,6 +18,7 @@ from engine_core.errors import ErrorCode, ModelError
 from engine_core.kernels import choose_greedy, compiled
 from engine_core.nn.attention import cached_layers
 from engine_core.runtime.block_tables import BlockTables, IntArray
+from engine_core.runtime.capture import Agreement, capturer_of
 from engine_core.runtime.eager import EagerSteps, ForwardPass
 from engine_core.runtime.graphs import DecodeGraphs, GraphState, GraphSteps, largest_step_bytes
 from engine_core.runtime.guided import GrammarCompiler
@@ -76,8 +77,10 @@ class PendingStep:
     Args:
         finish: waits for its result.
         num_tokens: tokens of one run, padding included.
-        way: how it was run; the last time, if it was repeated.
-        is_done: tells, without waiting, whether the device has finished; None if nothing can.
+        way: how it was run; the last time, if it was repeated. Ranks in other processes tell it,
+            and ``num_tokens``, with the result.
+        is_done: tells, without waiting, whether the device has finished, or None if that is unknown
+            now; None if nothing can tell.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class PendingStep:
         finish: Callable[[], StepResult],
         num_tokens: int,
         way: Way = "eager",
-        is_done: Callable[[], bool] | None = None,
+        is_done: Callable[[], bool | None] | None = None,
     ) -> None:
         self._finish = finish
         self.num_tokens = num_tokens
@@ -124,6 +127,7 @@ class ModelRunner:
         vocab_size: int | None = None,
         pooling: PoolingConfig | None = None,
         link: StageLink | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
         """The model is loaded and on ``device``.
 
@@ -144,7 +148,10 @@ class ModelRunner:
             vocab_size: that of the logits; None if it is not known.
             pooling: how all rows are pooled; None if they give tokens.
             link: the stage of a pipeline that this is; None if there is one.
+            agreement: with the ranks that run the same plans on their part of the model, each of
+                which makes its runner now; None if there are none.
         """
+        agreement = agreement or Agreement()
         self._link = link
         self.model = model
         self.device = device
@@ -200,22 +207,31 @@ class ModelRunner:
         self._pooler = None if pooling is None else Pooler(forward, pooling)
         self._recorded_steps: RecordedSteps | None = None
         repeats = not eager and pooling is None and _may_repeat(model, device)
-        if device.type == "cpu" and repeats and compiled.available():
+        if device.type == "cpu" and repeats and agreement.size == 1 and compiled.available():
             self._recorded_steps = RecordedSteps(self._state, forward)
         self._decode_graphs: DecodeGraphs | None = None
         self._graph_steps: GraphSteps | None = None
         self._media_graphs: MediaGraphs | None = None
-        if device.type == "cuda" and repeats:
-            step_bytes = largest_step_bytes(model, scheduler_config.max_num_batched_tokens + rows)
-            state = GraphState(self._state, forward, lambda: self._sampler.state, step_bytes)
-            self._decode_graphs = DecodeGraphs(state)
-            self._graph_steps = GraphSteps(
-                state,
-                _launch_bound_tokens(model, len(layers)),
-                scheduler_config.max_num_batched_tokens,
+        capturer = capturer_of(device)
+        if capturer is not None and repeats:
+            most = scheduler_config.max_num_batched_tokens
+            own = largest_step_bytes(model, most + rows), _launch_bound_tokens(model, len(layers))
+            # Parts of a model may differ in size, and what is captured may not.
+            step_bytes, launch_bound = map(max, zip(*agreement.gather(own), strict=True))
+            state = GraphState(
+                self._state,
+                forward,
+                lambda: self._sampler.state,
+                step_bytes,
+                agreement,
+                capturer,
             )
+            self._decode_graphs = DecodeGraphs(state)
+            self._graph_steps = GraphSteps(state, launch_bound, most)
             if self._media is not None and forward.may_capture_media:
-                self._media.graphs = self._media_graphs = MediaGraphs(forward, device)
+                self._media.graphs = self._media_graphs = MediaGraphs(
+                    forward, device, agreement, capturer
+                )
             if capture_at_start and not forward.watched:
                 with torch.inference_mode():
                     self._decode_graphs.capture_at_start()
@@ -461,7 +477,7 @@ class ModelRunner:
                 continue
             if outputs.places is not None:
                 result.places = outputs.places
-            if not on_gpu and plan.repeat == 1:
+            if not on_gpu and plan.repeat == 1 and self._ran[0] != "graph":
                 result.tokens, result.status = tokens.unsqueeze(0), status.unsqueeze(0)
                 continue
             if turn == 0:

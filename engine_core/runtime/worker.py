@@ -17,6 +17,7 @@ from engine_core import own_process
 from engine_core.configs import CacheSpec, EngineConfig, GuidedParams, SchedulerConfig
 from engine_core.nn.attention import cache_specs
 from engine_core.runtime import platform
+from engine_core.runtime.capture import Agreement
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.layer_trace import LayerTrace
 from engine_core.runtime.loader import build_on_meta, dummy_weights, load_weights, match_weights
@@ -64,10 +65,12 @@ class Worker:
         config: EngineConfig,
         context: BuildContext,
         link: StageLink | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
         """``context`` says which rank it is; its dtype is taken from ``source``.
 
-        ``link`` says which stage of a pipeline; None if there is one.
+        ``link`` says which stage of a pipeline; None if there is one. ``agreement`` is with the
+        other ranks, if they may capture steps.
         """
         self._source = source
         self._config = config
@@ -84,6 +87,7 @@ class Worker:
         self._trace: LayerTrace | None = None
         self._trim_at = 0.0
         self._link = link
+        self._agreement = agreement
         self._cached = range(0)  # the layers with a cache of this stage
 
     def load(self) -> WorkerReport:
@@ -157,14 +161,15 @@ class Worker:
                 scheduler_config,
                 self._source.device,
                 eos_token_ids=eos_token_ids,
-                # Collectives inside a captured step have not been tried.
-                eager=self._config.eager or self._config.num_ranks > 1,
+                # Ranks that capture agree on it. Messages between stages are for a host to launch.
+                eager=self._config.eager or (self._context.tp_size > 1 and self._agreement is None),
                 capture_at_start=self._source.state_known,
                 prompt_state=self._source.prompt_state,
                 grammar_compiler=grammar_compiler,
                 vocab_size=self._source.model_config.vocab_size,
                 pooling=self._source.model_config.pooling,
                 link=self._link,
+                agreement=self._agreement,
             )
 
     def prepare(self, params: GuidedParams | None) -> Future[None]:

@@ -1,0 +1,157 @@
+"""Ranks that capture steps together: the same graphs on all, or none, whatever one of them meets.
+
+Two processes over gloo, with the engine's own graphs and agreements; only what captures is a
+stand-in (``tests/captured_on_cpu.py``).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import captured_on_cpu
+import pytest
+from golden_fixtures import GOLDEN, golden_prompts
+
+from engine_core import LLM, EngineConfig, SamplingParams
+from engine_core.engine.timings import Timings
+from engine_core.errors import EngineDeadError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+MAP = captured_on_cpu.__file__
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(captured_on_cpu.FOLDER, str(tmp_path))
+    return tmp_path
+
+
+@contextmanager
+def two_ranks(name: str = "llama-gqa", ranks: int = 2, **more: object) -> Iterator[LLM]:
+    settings: dict[str, object] = {
+        "skip_tokenizer_init": True,
+        "tensor_parallel_size": ranks,
+        "max_model_len": 160,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "custom_module_map": MAP,
+    }
+    with LLM(str(GOLDEN / name), EngineConfig(**(settings | more))) as llm:
+        yield llm
+    assert not multiprocessing.active_children()
+
+
+def journals(folder: Path, ranks: int = 2) -> list[str]:
+    """Captures and replays of every rank: the same on all."""
+    (every,) = {
+        (folder / f"rank-{rank}").read_text() if (folder / f"rank-{rank}").exists() else ""
+        for rank in range(ranks)
+    }
+    return every.splitlines()
+
+
+def check_tokens(llm: LLM, name: str = "llama-gqa", prompts: int | None = None) -> None:
+    """All prompts at once, and the first alone: the tokens of the original code."""
+    golden = golden_prompts(name)[:prompts]
+    for some in (golden, golden[:1]):
+        outputs = llm.generate([prompt.input_ids for prompt in some], GREEDY)
+        assert [o.outputs[0].token_ids for o in outputs] == [p.new_tokens for p in some]
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("llama-gqa", 2), ("qwen2-gqa", 2), ("llama-gqa", 4)])
+def test_ranks_replay_the_same_graphs_and_give_the_tokens(
+    name: str, ranks: int, folder: Path
+) -> None:
+    """Decode steps and steps with prompts, greedy and random; nothing is exchanged in a replay."""
+    with two_ranks(name, ranks) as llm:
+        started = journals(folder, ranks)
+        assert [line.split()[0] for line in started] == ["capture"] * 3
+        llm.warmup()
+        warm = journals(folder, ranks)
+        assert len(warm) > len(started)
+        check_tokens(llm, name)
+        prompt = golden_prompts(name)[1].input_ids
+        random = SamplingParams(seed=3, max_tokens=9)
+        sampled = llm.generate(prompt, random)[0].outputs[0].token_ids
+        assert llm.generate(prompt, random)[0].outputs[0].token_ids == sampled
+        steps = Timings(llm.engine.core.stats().timings).steps()
+    done = journals(folder, ranks)[len(warm) :]
+    assert {line.split()[0] for line in done} == {"replay"}
+    assert (steps["graph"], steps["eager"]) == (len(done), 0)
+    with two_ranks(name, ranks, eager=True) as llm:
+        assert llm.generate(prompt, random)[0].outputs[0].token_ids == sampled
+    assert len(journals(folder, ranks)) == len(warm) + len(done)
+
+
+def ask_to_fail(folder: Path, *lines: str) -> None:
+    (folder / "failures").write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", ["rehearse", "capture"])
+@pytest.mark.parametrize("memory", ["", "memory"])
+def test_what_one_rank_cannot_capture_all_run_eagerly(
+    rank: int, kind: str, memory: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first step at the start, one that is captured ahead, and one that is needed."""
+    ask_to_fail(folder, *(f"{rank} {kind} {number} {memory}" for number in (1, 4, 5)))
+    with two_ranks() as llm:
+        assert not llm.engine.core.capture_next()
+        check_tokens(llm)
+        assert not llm.engine.core.capture_next()
+        steps = Timings(llm.engine.core.stats().timings).steps()
+    journals(folder)
+    assert steps["graph"] > 0
+    assert steps["eager"] > 0
+    said = capfd.readouterr().err
+    assert said.count(f"rank {rank}: RuntimeError: ") == said.count("as a CUDA graph") == 3
+    assert ("set kv_cache_memory lower" in said) == bool(memory)
+
+
+def test_the_rank_with_the_least_memory_decides_for_all(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # Weights that are packed for a CPU tell no width, so that the largest step takes 0 bytes.
+    (folder / "free").write_text(f"{1 << 40} {-1 << 20}")
+    with two_ranks() as llm:
+        started = journals(folder)
+        assert not llm.engine.core.capture_next()
+        assert not llm.engine.core.capture_next()
+        assert journals(folder) == started
+        check_tokens(llm)
+        # What is needed is captured all the same.
+        assert len([line for line in journals(folder) if "capture" in line]) > len(started)
+    assert capfd.readouterr().err.count("-1 MiB of GPU memory are free") == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_in_the_run_together_ends_all_with_its_cause(
+    rank: int, folder: Path
+) -> None:
+    """The other waits for it in a sum, which no host can call off."""
+    ask_to_fail(folder, f"{rank} run 4")
+    told = f"rank {rank} failed: RuntimeError: no run here"
+    with two_ranks() as llm, pytest.raises(EngineDeadError, match=told):
+        llm.engine.core.capture_next()
+
+
+def test_a_rank_that_is_killed_while_others_wait_for_its_word_ends_all(folder: Path) -> None:
+    ask_to_fail(folder, "1 rehearse 4 killed")
+    told = "rank 1 ended by signal SIGKILL"
+    with two_ranks() as llm, pytest.raises(EngineDeadError, match=told):
+        llm.engine.core.capture_next()
+
+
+def test_a_capture_between_the_steps_of_a_request_changes_nothing(folder: Path) -> None:
+    """Its answers do not mix with the results of steps in flight."""
+    prompt = golden_prompts("llama-gqa")[2]
+    with two_ranks() as llm:
+        tokens: list[int] = []
+        for output in llm.stream(prompt.input_ids, GREEDY):
+            tokens = output.outputs[0].token_ids
+            llm.engine.core.capture_next()
+    assert tokens == prompt.new_tokens
+    journals(folder)
