@@ -31,6 +31,14 @@ from engine_core.kernels.linear import (
     linear_rotary_store,
 )
 from engine_core.kernels.norm import layer_norm, rms_norm
+from engine_core.kernels.rank_sum import (
+    RankMemory,
+    fits_fused_sum,
+    fits_rank_sum,
+    rank_gather,
+    rank_sum,
+    rank_sum_add_norm,
+)
 from engine_core.kernels.rotary import apply_rotary, rotary_angles
 from engine_core.kernels.rotary_store import is_fused as rotary_store_is_fused
 from engine_core.kernels.rotary_store import rotary_store
@@ -51,6 +59,7 @@ __all__ = [
     "DeferredRMSNorm",
     "Fp8Weight",
     "GroupWeight",
+    "RankMemory",
     "Routing",
     "Segments",
     "StateCache",
@@ -62,7 +71,9 @@ __all__ = [
     "choose_experts",
     "choose_greedy",
     "decode_inputs",
+    "fits_fused_sum",
     "fits_head_norms",
+    "fits_rank_sum",
     "gelu_and_mul",
     "gpu_of",
     "has_gated_kernel",
@@ -75,6 +86,9 @@ __all__ = [
     "linear_rotary_store",
     "paged_attention",
     "quick_gelu",
+    "rank_gather",
+    "rank_sum",
+    "rank_sum_add_norm",
     "rms_norm",
     "rotary_angles",
     "rotary_store",

@@ -21,6 +21,8 @@ from engine_core.kernels.gpu import GPU
 from engine_core.kernels.linear import triton as kernels
 from engine_core.kernels.linear.groups import triton as groups
 from engine_core.kernels.linear.readers.triton import GroupReader
+from engine_core.kernels.rank_sum import RankMemory
+from engine_core.kernels.rank_sum import triton as rank_sums
 
 HOPPER = (9, 0)
 
@@ -41,7 +43,7 @@ class AbsentGPU:
 def compile_launches() -> list[Any]:
     """From now on each launch only compiles; what it compiled is added to the list."""
     driver.set_active(AbsentGPU())
-    for module in (kernels, groups, experts, experts.few):
+    for module in (kernels, groups, experts, experts.few, rank_sums):
         module.pdl_options = lambda device: {"PDL": True, "launch_pdl": True}
     run, found = JITFunction.run, []
 
@@ -65,15 +67,47 @@ def compile_experts(found: list[Any]) -> bool:
     )
 
 
+def compile_rank_sums(found: list[Any]) -> bool:
+    """Whether sums of one and two shots, with and without a norm, and gathers become machine code.
+
+    Terms of others are read 16 bytes at a time; the next kernel is let go after the wait for the
+    one before and ahead of the first flag.
+    """
+    made = True
+    for size in (2, 8):
+        integers = {"device": "cpu", "dtype": torch.int64}
+        addresses = torch.zeros(size, **integers)
+        memory = RankMemory(0, size, addresses, addresses.int(), 1 << 23)
+        for rows in (1, 64):
+            x = torch.zeros(rows, 4096).bfloat16()
+            begin = len(found)
+            rank_sums.rank_sum(x, memory)
+            rank_sums.rank_gather(x, memory)
+            rank_sums.rank_sum_add_norm(x, memory, x[0], x, x[0], 1e-5)
+            for kernel in found[begin:]:
+                ptx = kernel.asm["ptx"]
+                order = [ptx.find(word) for word in (WAITS, LAUNCHES, "sys.release", "sys.acquire")]
+                made &= bool(kernel.asm["cubin"]) and order == sorted(order) and order[0] > 0
+                made &= ptx.count(".v4.b32") >= size + 2
+    return made
+
+
+WAITS, LAUNCHES = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+
+
 def main(names: list[str]) -> None:
     """Compile the products and the numbers of weights: block types, or bits such as "int4".
 
-    "experts" are the kernels of a layer of experts for one token.
+    "experts" are the kernels of a layer of experts for one token, "rank_sums" those of sums over
+    ranks.
     """
     found = compile_launches()
     for name in names:
         if name == "experts":
             sys.stdout.write(f"{name} {compile_experts(found)}\n")
+            continue
+        if name == "rank_sums":
+            sys.stdout.write(f"{name} {compile_rank_sums(found)}\n")
             continue
         dtype = torch.float16 if name == "Q5_1" else torch.bfloat16
         if name in FORMS:

@@ -1,0 +1,79 @@
+"""Sums over ranks: bit for bit those in the order of the ranks, whoever is ahead of whom."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_core.kernels import RankMemory, fits_fused_sum, fits_rank_sum, rank_sum
+from engine_core.kernels.rank_sum import reference
+from engine_core.kernels.rank_sum.layout import PROGRAMS, region_bytes
+
+CAPACITY = 16384 * PROGRAMS
+
+
+def run(folder: Path, size: int, rounds: int, fault: str = "none") -> list[str]:
+    """What each rank prints, see ``rank_sums.py``."""
+    (folder / "regions").touch()
+    os.truncate(folder / "regions", size * region_bytes(size, CAPACITY))
+    script = Path(__file__).with_name("rank_sums.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(folder), str(rank), str(size), str(rounds), fault],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    told = [rank.communicate() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * size, [error for _, error in told]
+    return [out for out, _ in told]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "rounds"), [(2, 80), (4, 30)])
+def test_ranks_in_shared_memory_have_the_same_sums(size: int, rounds: int, tmp_path: Path) -> None:
+    """Sums, gathers and norms of random shapes, one after another, with random delays."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    assert run(tmp_path, size, rounds) == [""] * size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["buffers", "waiting"])
+def test_that_would_find_what_is_written_or_read_too_early(fault: str, tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    assert "".join(run(tmp_path, 2, 60, fault))
+
+
+def test_the_order_of_the_ranks_is_that_of_the_additions() -> None:
+    terms = torch.tensor([[1e8], [1.0], [-1e8]])
+    assert reference.rank_sum(terms).tolist() == [0.0]
+    assert reference.rank_sum(terms[[0, 2, 1]]).tolist() == [1.0]
+    # Rounded once: 256 + 1 is no bfloat16, and 258 is.
+    assert reference.rank_sum(torch.tensor([[256.0], [1.0], [1.0]]).bfloat16()).tolist() == [258.0]
+    assert reference.rank_gather(torch.arange(8).view(2, 2, 2)).tolist() == [
+        [0, 1, 4, 5],
+        [2, 3, 6, 7],
+    ]
+
+
+def test_what_has_no_room_or_no_kernel_is_left_to_others() -> None:
+    addresses = torch.zeros(2, dtype=torch.int64)
+    memory = RankMemory(0, 2, addresses, addresses.int(), CAPACITY)
+    assert fits_rank_sum(torch.zeros(CAPACITY // 4), memory)
+    assert not fits_rank_sum(torch.zeros(CAPACITY // 4 + 1), memory)
+    assert not fits_rank_sum(torch.zeros(0), memory)
+    assert not fits_rank_sum(torch.zeros(1, dtype=torch.float64), memory)
+    three = RankMemory(0, 3, torch.zeros(3, dtype=torch.int64), addresses.int(), CAPACITY)
+    assert not fits_rank_sum(torch.zeros(1), three)
+    assert fits_fused_sum(32, 4096, torch.bfloat16, 2, 1 << 23)
+    assert not fits_fused_sum(33, 4096, torch.bfloat16, 2, 1 << 23)
+    assert not fits_fused_sum(1, 32768, torch.bfloat16, 2, 1 << 23)
+    with pytest.raises(ValueError, match="rank_sum: x is on cpu, the ranks' memory on cpu; both"):
+        rank_sum(torch.zeros(1), memory)
