@@ -30,6 +30,7 @@ class BuildContext:
         tp_rank: this process's rank among those that share the model.
         tp_size: how many processes share it.
         process_group: their ``torch.distributed`` group; None if ``tp_size`` is 1.
+        rank_memory: their :class:`~engine_core.kernels.RankMemory`; None if they have none.
         deterministic: whether the layers give a token the same values, bit for bit, whatever else
             is computed beside it.
         kv_cache_dtype: element type of keys and values in the cache, as of
@@ -44,6 +45,7 @@ class BuildContext:
     tp_rank: int = 0
     tp_size: int = 1
     process_group: Any = None
+    rank_memory: Any = None
     deterministic: bool = False
     kv_cache_dtype: KVCacheDType = "auto"
     expert_parallel: bool = False

@@ -10,6 +10,13 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from engine_core.kernels import (
+    fits_rank_sum,
+    rank_gather,
+    rank_sum,
+    rank_sum_add_norm,
+    rms_norm,
+)
 from engine_core.step_context import BuildContext
 
 
@@ -72,16 +79,40 @@ def rehearsing() -> Iterator[None]:
 def all_reduce(x: Tensor, context: BuildContext) -> Tensor:
     """Sum ``x`` over the group; the identity on one rank, and on the meta device.
 
-    On a CPU, and in deterministic mode, each element is added up in float32 in the order of the
-    ranks, and rounded once. Elsewhere the order is NCCL's: it depends on the element's place and
-    on the number of elements, and so on what else is in the batch. ``x`` may be overwritten.
+    On a CPU, through memory that the ranks share, and in deterministic mode, each element is added
+    up in float32 in the order of the ranks, and rounded once. Elsewhere the order is NCCL's: it
+    depends on the element's place and on the number of elements, and so on what else is in the
+    batch. ``x`` may be overwritten.
     """
     if context.tp_size == 1 or x.is_meta or _REHEARSING.get():
         return x
+    memory = context.rank_memory
+    if memory is not None and x.is_cuda and fits_rank_sum(x, memory):
+        return rank_sum(x, memory)
     if x.device.type == "cpu" or context.deterministic:
         return _sum_in_order(x, context)
     torch.distributed.all_reduce(x, group=context.process_group)
     return x
+
+
+def all_reduce_add_norm(
+    x: Tensor,
+    context: BuildContext,
+    bias: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm of the sum over the group plus ``bias`` and ``residual``, and what was normalised.
+
+    In one launch, through the ranks' memory; see :func:`~engine_core.kernels.rank_sum_add_norm`.
+    """
+    if _REHEARSING.get():
+        whole = x if bias is None else x + bias
+        return rms_norm(whole, weight, eps, residual=residual, offset=offset)
+    given = (x, context.rank_memory, bias, residual, weight, eps)
+    return rank_sum_add_norm(*given, offset=offset)
 
 
 # Bytes. Above, each rank adds up a part and sends the sum: all that each sends is then 2 x, not
@@ -118,6 +149,9 @@ def all_gather_last_dim(x: Tensor, context: BuildContext) -> Tensor:
         return x
     if x.is_meta or _REHEARSING.get():
         return torch.cat([x] * size, dim=-1)
+    memory = context.rank_memory
+    if memory is not None and x.is_cuda and fits_rank_sum(x, memory):
+        return rank_gather(x, memory)
     parts = x.new_empty(size, *x.shape)
     flat = x.contiguous().view(-1)
     _gather(parts.view(-1), flat, group=context.process_group)

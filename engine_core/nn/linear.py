@@ -14,6 +14,7 @@ from engine_core.kernels import (
     CodedWeight,
     DeferredRMSNorm,
     adds_residual,
+    fits_fused_sum,
     fits_head_norms,
     has_gated_kernel,
     has_kernel,
@@ -22,7 +23,13 @@ from engine_core.kernels import (
     linear_add_norm,
     linear_rotary_store,
 )
-from engine_core.nn.distributed import IndivisibleError, all_reduce, divide, split_heads
+from engine_core.nn.distributed import (
+    IndivisibleError,
+    all_reduce,
+    all_reduce_add_norm,
+    divide,
+    split_heads,
+)
 from engine_core.nn.epilogue import Activated, AddNorm, Call, Divide, Epilogue, RotateStore
 from engine_core.nn.loading import ShapeMismatchError, copy_checked, set_weight_loader
 from engine_core.nn.norm import LayerNorm, RMSNorm
@@ -580,8 +587,24 @@ class Linear(MatrixModule):
     def declined(self, epilogue: Epilogue, call: Call) -> str | None:
         """The reason why an epilogue is not fused in such a call; None if it is."""
         if self.rowwise and self.context.tp_size > 1:
-            return "the sum over the ranks comes before it"
+            return self._declined_over_ranks(epilogue, call)
         return self.method.declined(self, epilogue, call)
+
+    def _declined_over_ranks(self, epilogue: Epilogue, call: Call) -> str | None:
+        """The same where the sum over the ranks comes first, whatever the method."""
+        memory = self.context.rank_memory
+        if memory is None or call.gpu is None or not isinstance(epilogue, AddNorm):
+            return "the sum over the ranks comes before it"
+        if self.context.deterministic:
+            return _NEEDS_ALONE
+        if epilogue.deferred:
+            return "a sum over the ranks leaves no sums of squares"
+        if epilogue.before is not None:
+            return "the product has a norm of its own"
+        if type(epilogue.norm).forward is not RMSNorm.forward:
+            return f"{type(epilogue.norm).__name__} is not a norm of a sum over the ranks"
+        shape = (call.rows, self.out_features, call.dtype, memory.size, memory.capacity)
+        return None if fits_fused_sum(*shape) else "for so many rows the norm is faster alone"
 
     def forward(
         self, x: Tensor | DeferredRMSNorm, epilogue: Epilogue | None = None, *operands: Any
@@ -595,6 +618,8 @@ class Linear(MatrixModule):
         if epilogue is not None:
             call = Call.of(x.values if isinstance(x, DeferredRMSNorm) else x)
             if self.declined(epilogue, call) is None:
+                if self.rowwise and self.context.tp_size > 1:
+                    return self._sum_add_norm(x, epilogue, *operands)
                 return self.method.apply_with(self, x, epilogue, *operands)
             return epilogue.plain(self, x, *operands)
         if not self.rowwise or self.context.tp_size == 1:
@@ -603,6 +628,15 @@ class Linear(MatrixModule):
         # The bias joins once, after the sum.
         out = all_reduce(self.method.apply(self, x, None), self.context)
         return out if self.bias is None else out + self.bias
+
+    def _sum_add_norm(
+        self, x: Any, epilogue: Any, residual: Tensor, may_overwrite: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of the residual and the ranks' sum, and what was normalised."""
+        del may_overwrite
+        norm = epilogue.norm
+        given = (self.partial(x), self.context, self.bias, residual)
+        return all_reduce_add_norm(*given, norm.weight, norm.eps, norm.offset)
 
 
 class QKVLinear(Linear):

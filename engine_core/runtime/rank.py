@@ -151,7 +151,7 @@ def _join(model: str, config: EngineConfig, seat: Seat) -> Worker:
     import torch.distributed
 
     from engine_core.registry import build_registry
-    from engine_core.runtime import capture
+    from engine_core.runtime import capture, rank_memory
     from engine_core.runtime.source import open_model
     from engine_core.runtime.stages import StageLink
     from engine_core.runtime.worker import Worker
@@ -171,6 +171,7 @@ def _join(model: str, config: EngineConfig, seat: Seat) -> Worker:
         # Unless told otherwise all ranks are on this machine, whatever its host name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         backend = "gloo"
+    rank_memory.keep_off_multicast()
     meeting: dict[str, Any] = {"init_method": seat.meeting}
     if "://" not in seat.meeting:
         host, _, port = seat.meeting.rpartition(":")
@@ -185,11 +186,16 @@ def _join(model: str, config: EngineConfig, seat: Seat) -> Worker:
             for begin in range(0, config.num_ranks, size)
         ]
         group = groups[rank // size]
-    context = BuildContext(tp_rank=rank % size, tp_size=size, process_group=group)
-    link, agreement = None, None
+    link, agreement, memory = None, None, None
     if stages > 1:
         link = StageLink(rank // size, stages, rank % size, size, torch.distributed.new_group())
     elif capture.capturer_of(source.device) is not None:
         # Hosts speak to each other beside what their devices do.
         agreement = capture.Agreement(torch.distributed.new_group(timeout=_AGREE, backend="gloo"))
+        if source.device.type == "cuda" and config.rank_sums == "auto":
+            # Before the weights, so that what it takes is known when the cache is planned.
+            memory = rank_memory.share_memory(agreement, group, source.device)
+    context = BuildContext(
+        tp_rank=rank % size, tp_size=size, process_group=group, rank_memory=memory
+    )
     return Worker(source, config, context, link, agreement)

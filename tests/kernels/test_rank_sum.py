@@ -18,7 +18,7 @@ CAPACITY = 16384 * PROGRAMS
 
 
 def run(folder: Path, size: int, rounds: int, fault: str = "none") -> list[str]:
-    """What each rank prints, see ``rank_sums.py``."""
+    """Output of each rank, see ``rank_sums.py``."""
     (folder / "regions").touch()
     os.truncate(folder / "regions", size * region_bytes(size, CAPACITY))
     script = Path(__file__).with_name("rank_sums.py")

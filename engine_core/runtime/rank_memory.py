@@ -1,0 +1,159 @@
+"""Memory of GPUs that all ranks of a model read, for sums over the ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from engine_core.kernels import RankMemory, rank_gather, rank_sum
+from engine_core.kernels.rank_sum.layout import PROGRAMS, region_bytes
+from engine_core.plugin_code import described
+from engine_core.runtime.capture import Agreement
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Bytes of a sum at most; for what is larger, NCCL. A region has four times as many.
+_CAPACITY = 8 << 20
+# Two ranks on one GPU, as tests have them; torch reads it too.
+_SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+
+
+def keep_off_multicast() -> None:
+    """Leave NVLink multicast off, for NCCL and for symmetric memory, unless the user set it.
+
+    To be called before either is first used.
+    """
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+
+
+def share_memory(
+    agreement: Agreement, group: Any, device: torch.device, capacity: int = _CAPACITY
+) -> RankMemory | None:
+    """Memory for sums of ``capacity`` bytes at most; None, and a log line, if a rank can have none.
+
+    A collective of the ranks, each on a GPU of its own. ``group`` is their ``torch.distributed``
+    group, whose store torch's symmetric memory uses to exchange handles.
+    """
+    try:
+        _agree(agreement, lambda: _check_alone(agreement.size))
+        _check_together(agreement.gather(_place(device)), device, agreement)
+        nbytes = region_bytes(agreement.size, capacity)
+        region = _agree(agreement, lambda: _allocate(nbytes, device))
+        memory = _agree(agreement, lambda: _meet(agreement, group, region, capacity))
+        _agree(agreement, lambda: _try(memory))
+    except _UnavailableError as error:
+        if agreement.rank == 0:
+            logger.info("sums over ranks go by NCCL: %s", error)
+        return None
+    return memory
+
+
+class _UnavailableError(Exception):
+    """Known to all ranks."""
+
+
+def _agree(agreement: Agreement, attempt: Callable[[], T]) -> T:
+    """The attempt's result, if no rank's fails."""
+    made, failure = None, None
+    try:
+        made = attempt()
+    except Exception as error:
+        failure = described(error)
+    for rank, found in enumerate(agreement.gather(failure)):
+        if found is not None:
+            raise _UnavailableError(f"rank {rank}: {found}")
+    return made  # type: ignore[return-value]
+
+
+def _check_alone(size: int) -> None:
+    if size not in (2, 4, 8):
+        raise RuntimeError(f"{size} ranks; kernels are for 2, 4 and 8")
+    if find_spec("triton") is None:
+        raise RuntimeError("triton is not installed")
+    if torch.version.hip is not None:
+        raise RuntimeError("kernels are for NVIDIA's GPUs")
+
+
+def _place(device: torch.device) -> tuple[str, str]:
+    """The machine of a rank, and its GPU there."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    machine = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    return machine, str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _check_together(
+    places: list[tuple[str, str]], device: torch.device, agreement: Agreement
+) -> None:
+    """Refuse ranks of several machines, and GPUs that cannot read each other's memory."""
+
+    def check() -> None:
+        machine, own = places[agreement.rank]
+        count = torch.cuda.device_count()
+        numbers = {
+            str(torch.cuda.get_device_properties(number).uuid): number for number in range(count)
+        }
+        for rank, (other_machine, other) in enumerate(places):
+            if other_machine != machine:
+                raise RuntimeError(f"rank {rank} is on another machine")
+            if rank == agreement.rank:
+                continue
+            if other == own:
+                if not os.environ.get(_SHARED_GPU):
+                    raise RuntimeError(f"rank {rank} is on the same GPU")
+            elif other not in numbers:
+                raise RuntimeError(f"the GPU of rank {rank} is not visible to this process")
+            elif not torch.cuda.can_device_access_peer(device, numbers[other]):
+                raise RuntimeError(f"its GPU cannot read that of rank {rank}")
+
+    _agree(agreement, check)
+
+
+def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+    import torch.distributed._symmetric_memory as symmetric
+
+    return symmetric.empty(nbytes, dtype=torch.uint8, device=device).zero_()
+
+
+def _meet(agreement: Agreement, group: Any, region: torch.Tensor, capacity: int) -> RankMemory:
+    import torch.distributed._symmetric_memory as symmetric
+
+    handle = symmetric.rendezvous(region, group)
+    buffers = [
+        handle.get_buffer(rank, tuple(region.shape), torch.uint8) for rank in range(agreement.size)
+    ]
+    addresses = [buffer.data_ptr() for buffer in buffers]
+    if addresses[agreement.rank] != region.data_ptr() or any(each % 128 for each in addresses):
+        raise RuntimeError(f"torch gave the regions {addresses}, own {region.data_ptr()}")
+    # Zeros are there before anybody's first sum: what follows is agreed on.
+    torch.cuda.synchronize(region.device)
+    return RankMemory(
+        agreement.rank,
+        agreement.size,
+        torch.tensor(addresses, dtype=torch.int64, device=region.device),
+        torch.zeros(PROGRAMS, dtype=torch.int32, device=region.device),
+        capacity,
+        (region, handle, buffers),
+    )
+
+
+def _try(memory: RankMemory) -> None:
+    """A sum of one shot, one of two, and a gather, of numbers whose results are known."""
+    device, size = memory.addresses.device, memory.size
+    for count in (1000, 200_000):
+        # No sum is more than 256, up to which a bfloat16 is exact.
+        x = torch.arange(count, device=device).remainder(16).bfloat16()
+        if not torch.equal(rank_sum(x + memory.rank, memory), x * size + size * (size - 1) // 2):
+            raise RuntimeError(f"a sum of {count} numbers was wrong")
+    ranks = torch.arange(size, device=device).bfloat16()
+    if not torch.equal(rank_gather(ranks[memory.rank].expand(3, 5), memory)[1, ::5], ranks):
+        raise RuntimeError("what ranks gathered was wrong")
