@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -84,6 +84,8 @@ def _serve(
 ) -> None:
     worker: Worker | None = None
     flight: deque[PendingStep] = deque()
+    # How many steps the device still had before it when one was launched, and how often.
+    leads: Counter[int] = Counter()
     answers = seat.rank == config.num_ranks - config.tensor_parallel_size
     sending = threading.Lock()
 
@@ -118,12 +120,18 @@ def _serve(
         elif command == "prepare":
             number, params = arguments
             worker.prepare(params).add_done_callback(partial(tell, number))
+        elif command == "leads":
+            with sending:
+                connection.send(("done", dict(leads)))
+            leads.clear()
         elif command == "capture_next":
             more = worker.capture_next()
             with sending:
                 connection.send(("captured", more))
         else:
-            flight.append(worker.submit(*arguments))
+            pending = worker.submit(*arguments)
+            leads[sum(before.done is False for before in flight)] += 1
+            flight.append(pending)
     if worker is None:
         return
     # A step in flight, or NCCL, may wait for a rank that is dead. The signal ends this process
@@ -145,6 +153,16 @@ def _leave() -> None:
     torch.distributed.destroy_process_group()
 
 
+def _gpu_of(seat: Seat) -> int:
+    """The number of a rank's GPU in its process."""
+    return seat.gpu
+
+
+def _backend_of(device: str) -> str:
+    """The backend of ``torch.distributed`` for tensors on devices of this type."""
+    return "nccl" if device == "cuda" else "gloo"
+
+
 def _join(model: str, config: EngineConfig, seat: Seat) -> Worker:
     """Open the model in this process and meet the other ranks."""
     import torch
@@ -160,17 +178,16 @@ def _join(model: str, config: EngineConfig, seat: Seat) -> Worker:
     rank, size, stages = seat.rank, config.tensor_parallel_size, config.pipeline_parallel_size
     registry = build_registry(config.custom_module_map, plugin_errors=config.plugin_errors)
     if config.device in ("auto", "cuda") and torch.cuda.is_available():
-        config = config.replace(device=f"cuda:{seat.gpu}")
+        config = config.replace(device=f"cuda:{_gpu_of(seat)}")
     source = open_model(model, config, registry)
     if source.device.type == "cuda":
         torch.cuda.set_device(source.device)
-        backend = "nccl"
     else:
         threads = seat.threads or torch.get_num_threads() // config.num_ranks
         torch.set_num_threads(max(1, threads))
         # Unless told otherwise all ranks are on this machine, whatever its host name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        backend = "gloo"
+    backend = _backend_of(source.device.type)
     rank_memory.keep_off_multicast()
     meeting: dict[str, Any] = {"init_method": seat.meeting}
     if "://" not in seat.meeting:

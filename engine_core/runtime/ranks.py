@@ -161,6 +161,14 @@ class RanksExecutor(abc.ABC):
         assert len(answers) == 1, "ranks disagree on what is captured"
         return bool(answers.pop())
 
+    def leads(self) -> list[dict[int, int]]:
+        """How far each rank's host has been ahead of its device since the last call.
+
+        By rank, how often a step was launched while so many before it were not done. At 0 the
+        device waited for the host. Only GPUs tell; elsewhere all counts are at 0.
+        """
+        return self._ask_all("leads")
+
     def apply_model(self, *_: object) -> NoReturn:
         """Refuse, as ``trace_layers`` does: the model's parts are in other processes.
 

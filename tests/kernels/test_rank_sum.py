@@ -77,3 +77,25 @@ def test_what_has_no_room_or_no_kernel_is_left_to_others() -> None:
     assert not fits_fused_sum(1, 32768, torch.bfloat16, 2, 1 << 23)
     with pytest.raises(ValueError, match="rank_sum: x is on cpu, the ranks' memory on cpu; both"):
         rank_sum(torch.zeros(1), memory)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cards", [1, 2])
+def test_ranks_on_gpus_have_the_same_sums(cards: int, tmp_path: Path) -> None:
+    """By themselves and in graphs that are replayed in a random order."""
+    if torch.cuda.device_count() < cards:
+        pytest.skip(f"needs {cards} GPUs")
+    script = Path(__file__).with_name("rank_sums_gpu.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path), str(rank), str(cards)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [rank.communicate(timeout=300) for rank in ranks]
+    assert [(rank.returncode, out) for rank, (out, _) in zip(ranks, told, strict=True)] == [
+        (0, "")
+    ] * 2, [error for _, error in told]
