@@ -185,6 +185,7 @@ def _join(model: str, config: EngineConfig, seat: Seat) -> Worker:
     else:
         threads = seat.threads or torch.get_num_threads() // config.num_ranks
         torch.set_num_threads(max(1, threads))
+    if source.device.type == "cpu" or "://" in seat.meeting:
         # Unless told otherwise all ranks are on this machine, whatever its host name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     backend = _backend_of(source.device.type)

@@ -61,6 +61,7 @@ def check_tokens(llm: LLM, name: str = "llama-gqa", prompts: int | None = None) 
         assert [o.outputs[0].token_ids for o in outputs] == [p.new_tokens for p in some]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "ranks"), [("llama-gqa", 2), ("qwen2-gqa", 2), ("llama-gqa", 4)])
 def test_ranks_replay_the_same_graphs_and_give_the_tokens(
     name: str, ranks: int, folder: Path
@@ -90,9 +91,15 @@ def ask_to_fail(folder: Path, *lines: str) -> None:
     (folder / "failures").write_text("\n".join(lines))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("kind", ["rehearse", "capture"])
-@pytest.mark.parametrize("memory", ["", "memory"])
+@pytest.mark.parametrize(
+    ("rank", "kind", "memory"),
+    [
+        (0, "rehearse", "memory"),
+        (1, "rehearse", ""),
+        (0, "capture", ""),
+        (1, "capture", "memory"),
+    ],
+)
 def test_what_one_rank_cannot_capture_all_run_eagerly(
     rank: int, kind: str, memory: str, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,9 +1,9 @@
 """Ranks as processes of Triton's interpreter, whose regions are memory that they share.
 
-Run as ``rank_sums.py FOLDER RANK SIZE ROUNDS FAULT``. Every thread barrier of the interpreter waits
-for a random time, and so do ranks between sums: now one is ahead and now another. Prints a line for
-each wrong result. A FAULT takes a protection away: "buffers" leaves one buffer, "waiting" has
-nobody wait for others.
+Run as ``rank_sums.py FOLDER RANK SIZE ROUNDS FAULT``. One of them waits for random times at thread
+barriers, as in the middle of a sum, and between sums: now one is ahead and now another. Prints a
+line for each wrong result. A FAULT takes a protection away: "buffers" leaves one buffer, "waiting"
+has nobody wait for others.
 """
 
 from __future__ import annotations
@@ -53,12 +53,18 @@ def open_memory(path: Path, rank: int, size: int) -> RankMemory:
 START = 2**31 - 5
 
 
-def delay_barriers(generator: random.Random) -> None:
-    def wait(_: Any) -> None:
-        if generator.random() < 0.3:
-            time.sleep(generator.random() * 0.004)
+class Delays:
+    """Random times that one rank waits at barriers and between sums, and every ten sums another."""
 
-    interpreter.InterpreterBuilder.create_barrier = wait
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.sums = rank, size, 0
+        self.generator = random.Random(rank)
+        interpreter.InterpreterBuilder.create_barrier = lambda _: self.wait()
+
+    def wait(self) -> None:
+        slow = self.sums // 10 % self.size == self.rank
+        if slow and self.generator.random() < 0.5:
+            time.sleep(self.generator.random() * 0.006)
 
 
 def break_protection(fault: str) -> None:
@@ -100,7 +106,7 @@ class Rounds:
         two_shots = self.choices.random() < 0.5
         layout.takes_two_shots = lambda nbytes: two_shots  # type: ignore[assignment]
         rows = self.choices.choice((1, 2, 3, 5, 9))
-        width = self.choices.choice((128, 200, 577, 1024))
+        width = self.choices.choice((64, 128, 200, 577, 1024))
         if kind == "gather" and self.choices.random() < 0.1:
             rows, width = 5, 5001  # in two pieces
         terms = self.terms(rows, width, dtype=dtype)
@@ -138,8 +144,7 @@ class Rounds:
 def main(folder: Path, rank: int, size: int, rounds: int, fault: str) -> None:
     quicken()
     break_protection(fault)
-    delays = random.Random(rank)
-    delay_barriers(delays)
+    delays = Delays(rank, size)
     memory = open_memory(folder / "regions", rank, size)
     (folder / f"ready-{rank}").touch()
     while not all((folder / f"ready-{each}").exists() for each in range(size)):
@@ -149,7 +154,8 @@ def main(folder: Path, rank: int, size: int, rounds: int, fault: str) -> None:
         wrong = sums.run(memory)
         if wrong is not None:
             sys.stdout.write(f"{number}: {wrong}\n")
-        time.sleep(delays.random() * 0.004)
+        delays.sums += 1
+        delays.wait()
 
 
 if __name__ == "__main__":

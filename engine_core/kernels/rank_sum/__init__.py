@@ -50,19 +50,14 @@ def fits_rank_sum(x: Tensor, memory: RankMemory) -> bool:
     )
 
 
-def fits_fused_sum(
-    rows: int, width: int, dtype: torch.dtype, size: int, capacity: int, *, least: int = 128
-) -> bool:
-    """Whether :func:`rank_sum_add_norm` takes so many rows, and is known not to be slower.
-
-    ``least`` is the width from which on there is a kernel.
-    """
+def fits_fused_sum(rows: int, width: int, dtype: torch.dtype, size: int, capacity: int) -> bool:
+    """Whether :func:`rank_sum_add_norm` takes so many rows: no more than it is thought to help."""
     block = 1 << (width - 1).bit_length()
     return (
         dtype in _DTYPES
         and size in _SIZES
         and rows > 0
-        and least <= width <= 16384
+        and 64 <= width <= 16384
         and rows * width * dtype.itemsize <= _FUSED_BYTES
         and has_room(capacity, rows, block, dtype.itemsize)
     )

@@ -48,7 +48,7 @@ def _meet(
     epochs = tl.zeros([SIZE], tl.int32) + epoch
     tl.debug_barrier()
     tl.atomic_xchg(theirs.to(flag), epochs, sem="release", scope="sys")
-    missing = SIZE
+    missing = epoch * 0 + 1
     while missing > 0:
         told = tl.atomic_add(own.to(flag), epochs * 0, sem="acquire", scope="sys")
         # The difference, since a count of 32 bits begins anew one day.
