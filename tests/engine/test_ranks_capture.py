@@ -7,12 +7,15 @@ stand-in (``tests/captured_on_cpu.py``).
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import captured_on_cpu
 import pytest
+import torch
 from golden_fixtures import GOLDEN, golden_prompts
 
 from engine_core import LLM, EngineConfig, SamplingParams
@@ -160,5 +163,25 @@ def test_a_capture_between_the_steps_of_a_request_changes_nothing(folder: Path) 
         for output in llm.stream(prompt.input_ids, GREEDY):
             tokens = output.outputs[0].token_ids
             llm.engine.core.capture_next()
+        executor = llm.engine.core.executor
+        # A step for the prompt, and one for each token but the last.
+        assert executor.leads() == [{0: 16}, {0: 16}]
+        assert executor.leads() == [{}, {}]
     assert tokens == prompt.new_tokens
     journals(folder)
+
+
+def test_results_are_looked_for_before_they_are_asked_for_as_of_gpus(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether one is here shows how far ahead the host is; the end of a rank shows when asked."""
+    prompt = golden_prompts("llama-gqa")[2]
+    with two_ranks() as llm:
+        monkeypatch.setattr(llm.engine.core.executor, "_device", torch.device("cuda"))
+        check_tokens(llm)
+        stream = llm.stream(prompt.input_ids, GREEDY)
+        assert next(stream).outputs[0].token_ids == prompt.new_tokens[:1]
+        victim = next(p for p in multiprocessing.active_children() if p.name.endswith("rank-1"))
+        os.kill(victim.pid or 0, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="rank 1 ended by signal SIGKILL"):
+            list(stream)
