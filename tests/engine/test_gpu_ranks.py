@@ -30,6 +30,7 @@ def two_ranks(name: str, **more: object) -> LLM:
     settings: dict[str, object] = {
         "skip_tokenizer_init": True,
         "tensor_parallel_size": 2,
+        "rank_sums": "auto",
         "device": "cuda",
         "max_model_len": 160,
         "max_num_seqs": 4,
