@@ -16,6 +16,7 @@ import pytest
 from planted import installed, run_kit
 from random_examples import FULL
 
+from engine_core.testing.imports import package_folder
 from engine_core.testing.reference import TinyCheckpoint, prepare
 from engine_core.testing.subject import find_family
 
@@ -32,6 +33,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return {case.name: prepare(case, tmp_path_factory.mktemp("case")) for case in cases}
 
     return made
+
+
+def test_each_error_has_a_place() -> None:
+    """Code that an edit looks for may have changed; here all are looked for, run or not."""
+    lost = [
+        f"{error['family']}: {error['name']}: {error['file']} has {error['old']!r} {count} times"
+        for error in ERRORS
+        if (count := _text(error).count(error["old"])) != 1
+    ]
+    assert not lost, "\n".join(lost)
+
+
+def _text(error: dict[str, Any]) -> str:
+    return (package_folder(f"engine_core_{error['family']}") / error["file"]).read_text()
 
 
 @pytest.mark.parametrize("error", TRIED, ids=[f"{e['family']}: {e['name']}" for e in TRIED])
