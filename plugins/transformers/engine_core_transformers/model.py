@@ -59,6 +59,11 @@ _STATEFUL = (nn.Conv1d, nn.LSTM, nn.GRU, nn.RNN, nn.BatchNorm1d)
 _ALONE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
+def _said(error: Exception) -> str:
+    """The error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 class TransformersModel(CausalLM):
     """The class that transformers has for a checkpoint's architecture, over the paged cache.
 
@@ -106,7 +111,7 @@ class TransformersModel(CausalLM):
                 ) from error
             raise self._refusal(
                 "its code does not run without numbers to look at, as it does when it is built "
-                f"({type(error).__name__}: {error})"
+                f"({_said(error)})"
             ) from error
 
     def _refusal(self, reason: str) -> UnknownArchitectureError:
@@ -122,8 +127,21 @@ class TransformersModel(CausalLM):
         for key in _ASIDE:
             setattr(hf_config, key, False)
         hf_config.dtype = dtype  # Some classes make constants of it, whatever the default is.
-        with _default_dtype(dtype):
-            hf: PreTrainedModel = model_class(self._name)(hf_config)
+        try:
+            with _default_dtype(dtype):
+                hf: PreTrainedModel = model_class(self._name)(hf_config)
+        except ImportError as error:
+            raise UnsupportedError(
+                f"its code needs a library that cannot be imported ({_said(error)})"
+            ) from error
+        except Exception as error:
+            # Of attention past the interface, or of the device without numbers, more is said above.
+            if error.args == (TRACED,) or "meta" in str(error).lower():
+                raise
+            raise UnsupportedError(
+                f"transformers makes no model of this config ({_said(error)}), which hf_overrides "
+                "may change"
+            ) from error
         _check_kind(hf)
         _keep_in_float32(hf, dtype)
         _keep_buffers(hf)

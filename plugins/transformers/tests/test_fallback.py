@@ -14,7 +14,7 @@ import torch
 from fallback_models import TOLERANCE, VOCAB, difference, expected, make_checkpoint, prompts
 from golden_fixtures import GOLDEN, golden_prompts
 from torch import nn
-from transformers import AutoModel
+from transformers import AutoModel, Olmo2ForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.mistral import modeling_mistral
 from transformers.models.mistral.modeling_mistral import apply_rotary_pos_emb
@@ -138,6 +138,31 @@ def test_what_transformers_does_not_know_is_refused(
     edit(tmp_path, **keys)
     with pytest.raises(UnknownArchitectureError, match=reason):
         engine(tmp_path, model_impl="auto")
+
+
+def test_a_config_of_which_transformers_makes_no_model_is_not_blamed_on_its_code(
+    tmp_path: Path,
+) -> None:
+    make_checkpoint(tmp_path, "olmo2", "Olmo2ForCausalLM")
+    edit(tmp_path, pad_token_id=999)
+    with pytest.raises(UnknownArchitectureError, match="makes no model of this config"):
+        engine(tmp_path)
+
+
+def test_a_library_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, "olmo2", "Olmo2ForCausalLM")
+
+    def needs(*args: Any, **kwargs: Any) -> None:
+        raise ImportError("\nit needs the library timm:\n`pip install timm`")
+
+    monkeypatch.setattr(Olmo2ForCausalLM, "__init__", needs)
+    with pytest.raises(
+        UnknownArchitectureError, match=r"cannot be imported .*timm: `pip"
+    ) as caught:
+        engine(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_checkpoint_without_a_head_embeds_if_told_its_class(tmp_path: Path) -> None:
