@@ -476,7 +476,10 @@ class Registry:
         package = _package_for("architectures", architecture)
         near = [name for name in self.architectures if _misspelt(architecture, name)]
         falls_back = any(source.fallback_builders for source in self._plugins)
-        if package is not None and self._has(package):
+        known = architecture in self.architectures
+        if package is not None and self._has(package) and impl == "transformers" and known:
+            lines.append(f"{package} is installed, and with model_impl 'auto' it is asked first.")
+        elif package is not None and self._has(package):
             lines.append(
                 f"{package} is installed and would, but none of its config builders takes this "
                 f"config (model_type {model_type!r})."

@@ -165,6 +165,14 @@ def test_a_library_that_is_missing_is_named(
     assert "\n" not in str(caught.value)
 
 
+def test_a_familys_own_package_that_was_not_asked_is_not_said_to_refuse(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", "LlamaForCausalLM")
+    edit(tmp_path, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    asked_first = "engine-core-llama is installed, and with model_impl 'auto' it is asked first"
+    with pytest.raises(UnknownArchitectureError, match=asked_first):
+        engine(tmp_path)
+
+
 def test_a_checkpoint_without_a_head_embeds_if_told_its_class(tmp_path: Path) -> None:
     config = make_checkpoint(tmp_path, "olmo2", "Olmo2ForCausalLM").config
     model = AutoModel.from_config(config).eval()
