@@ -532,7 +532,7 @@ class Registry:
         named = f"would by convention be named {free[0]}" if free else "needs another name"
         yield (
             f"A package for it {named}; or pass a file with MODULE_MAP as custom_module_map. "
-            "docs/write-a-plugin.md says how to write either."
+            "docs/write-a-plugin.md says how to write either, and what cannot be written yet."
         )
 
 
