@@ -190,7 +190,7 @@ REFUSED: dict[str, tuple[list[Any], str, str]] = {
 
 
 def bodies(folder: Path) -> dict[str, list[Any]]:
-    """What is refused, with the folder in its paths."""
+    """Refused inputs, with the folder in their paths."""
     return {
         name: json.loads(json.dumps(parts).replace("{}", str(folder)))
         for name, (parts, _, _) in REFUSED.items()
