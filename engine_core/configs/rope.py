@@ -181,7 +181,8 @@ class RotaryConfigBuilder:
         defaults: values of keys that checkpoints leave out or set to null, usually those of
             transformers' config class. Values must be of their kinds, see :func:`check_kinds`.
         nullable: an example and a default for each key whose null has a meaning.
-        aliases: other names of keys, such as those of a config class's ``attribute_map``.
+        aliases: for other names of keys, such as ``rotary_pct``, the names that the model reads:
+            ``{"rotary_pct": "partial_rotary_factor"}``.
         rope_types: supported types of ``rope_scaling``. With "dynamic" a family needs salts.
     """
 
@@ -253,8 +254,14 @@ class RotaryConfigBuilder:
         values.update(rope_keys(values, cls.rope_types))
         values.pop("rope_parameters", None)
         check_kinds(values, {"rope_theta": 1.0})
-        partial = "partial_rotary_factor" in cls.defaults
-        (check_partial_rotary if partial else refuse_partial_rotary)(values)
+        if "partial_rotary_factor" not in cls.defaults:
+            refuse_partial_rotary(values)
+            return
+        check_partial_rotary(values)
+        # As of the base, what the object says counts; the model finds one value in one place.
+        factor = values["rope_scaling"].pop("partial_rotary_factor", None)
+        if factor is not None:
+            values["partial_rotary_factor"] = factor
 
     @classmethod
     def longest(cls, values: Mapping[str, Any]) -> int:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from engine_core.checkpoint import apply_overrides
-from engine_core.configs import HFConfig, check_kinds, longest_sequence, rope_keys
+from engine_core.configs import (
+    HFConfig,
+    RotaryConfigBuilder,
+    check_kinds,
+    longest_sequence,
+    rope_keys,
+)
 from engine_core.errors import ConfigError
 
 TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
@@ -175,3 +181,40 @@ def test_values_of_another_kind_are_refused(key: str, value: object, message: st
     check_kinds(GOOD, EXAMPLES)
     with pytest.raises(ConfigError, match=message):
         check_kinds({**GOOD, key: value}, EXAMPLES)
+
+
+class PartlyRotating(RotaryConfigBuilder):
+    """A quarter of a head rotates, if a config says no other part."""
+
+    architecture: ClassVar[str] = "PartForCausalLM"
+    defaults: ClassVar[dict[str, Any]] = {
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1e4,
+        "max_position_embeddings": 64,
+    }
+    aliases: ClassVar[dict[str, str]] = {"rotary_pct": "partial_rotary_factor"}
+
+
+@pytest.mark.parametrize(
+    ("written", "factor"),
+    [
+        ({}, 0.25),
+        ({"partial_rotary_factor": 0.75}, 0.75),
+        ({"rotary_pct": 0.75}, 0.75),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, 0.5),
+        ({"rotary_pct": 0.75, "rope_parameters": {"partial_rotary_factor": 0.5}}, 0.5),
+    ],
+)
+def test_the_part_that_rotates_stands_in_one_place(written: dict[str, Any], factor: float) -> None:
+    given = HFConfig(
+        architectures=["PartForCausalLM"],
+        vocab_size=9,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        **written,
+    )
+    built = PartlyRotating.build(given).hf_config
+    assert built.partial_rotary_factor == factor
+    assert built.rope_scaling == {"rope_type": "default"}
