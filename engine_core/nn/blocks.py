@@ -65,7 +65,10 @@ class Branch(Module):
 
 
 class SelfAttention(Branch):
-    """Project to q, k, v; normalise q and k if wanted; rotate; store; attend; project back."""
+    """Project to q, k, v; normalise q and k if wanted; rotate; store; attend; project back.
+
+    Its linears are ``qkv_proj`` and ``o_proj``; its norms, if wanted, ``q_norm`` and ``k_norm``.
+    """
 
     def __init__(
         self,
@@ -167,7 +170,7 @@ class FeedForward(Branch):
 
 
 class GatedMLP(FeedForward):
-    """``down(act(gate(x)) * up(x))``."""
+    """``down(act(gate(x)) * up(x))``; its linears are ``gate_up_proj`` and ``down_proj``."""
 
     def __init__(
         self,
@@ -190,7 +193,7 @@ class GatedMLP(FeedForward):
 
 
 class MLP(FeedForward):
-    """``down(act(up(x)))``."""
+    """``down(act(up(x)))``; its linears are ``up_proj`` and ``down_proj``."""
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, activation: str, *, bias: bool = False

@@ -112,14 +112,16 @@ class Decoder(nn.Module):
 class RotaryCausalLM(CausalLM, ABC):
     """A :class:`Decoder` under a language-model head; a family says what its layers are.
 
-    Parameters are named as in transformers' checkpoints (``model.layers.0.self_attn.o_proj``), with
-    q, k, v and gate, up merged.
+    Parameters are named as in transformers' checkpoints of Llama (``model.embed_tokens``,
+    ``model.layers.0.self_attn.o_proj``, ``model.norm``, ``lm_head``), with q, k, v and gate, up
+    merged.
 
     Attributes:
         norm_offset: that of :meth:`build_norm`, as :class:`RMSNorm` takes it; 1 in Gemma.
         stacked_weights: layers of the checkpoint that are merged, as :func:`load_stacked_weights`
             takes them.
-        unused_weights: beginnings or ends of the names of tensors that the model has no use for.
+        unused_weights: beginnings or ends of the names of tensors that the model has no use for, as
+            the checkpoint has them or as :meth:`weight_name` gives them.
     """
 
     norm_offset = 0.0

@@ -346,11 +346,15 @@ def stacked_loader(
     Args:
         model: whose parameters are filled.
         stacked: checkpoint's layer name -> (model's layer name, shard id), such as
-            ``{"q_proj": ("qkv_proj", "q")}``; a layer name is one dotted part. Of stacked experts
-            (:class:`~engine_core.nn.Experts`) it is an expert's shard; a tensor of all
-            experts may lack the last part, "weight".
+            ``{"q_proj": ("qkv_proj", "q")}``; a layer name is one dotted part. The shard id says
+            which part of the layer the tensor is: "q", "k" or "v" of q, k and v merged, a number
+            of other merged layers, None the whole layer. A whole qkv is [all q | all k | all v]
+            with None, and interleaved by heads with "hgd": for each key-value head its queries,
+            key and value. Of stacked experts (:class:`~engine_core.nn.Experts`) it is an expert's
+            shard; a tensor of all experts may lack the last part, "weight".
         rename: applied to each checkpoint name first.
-        ignore: beginnings or ends of names that the model has no use for.
+        ignore: beginnings or ends of names that the model has no use for, before ``rename`` or
+            after it.
     """
     params = dict(model.named_parameters(remove_duplicate=False))
     users = Counter(id(param) for param in params.values())
@@ -360,7 +364,7 @@ def stacked_loader(
 
     def load(name: str, tensor: Tensor) -> None:
         target = rename(name) if rename else name
-        if target.endswith(ignored) or target.startswith(ignored):
+        if any(each.endswith(ignored) or each.startswith(ignored) for each in (name, target)):
             take(tensor)
             return
         shard_id = None

@@ -163,6 +163,21 @@ def test_the_account_names_what_is_missing_unexpected_and_wrong() -> None:
     assert "in here" in str(error)
 
 
+@pytest.mark.parametrize("ignored", ["attention.bias", "self_attn.bias", "layers.0.self_attn.b"])
+def test_a_tensor_is_ignored_by_either_name(ignored: str) -> None:
+    """By the end that a checkpoint has or the model would, and by the beginning."""
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleDict()})
+    offered = [("layers.0.attention.bias", torch.zeros(2))]
+
+    def load(ignore: tuple[str, ...]) -> None:
+        rename = {"layers.0.attention.bias": "layers.0.self_attn.bias"}.__getitem__
+        load_stacked_weights(model, offered, {}, rename=rename, ignore=ignore)
+
+    load((ignored,))
+    with pytest.raises(WeightsMismatchError, match=r"layers\.0\.attention\.bias"):
+        load(("other.bias",))
+
+
 def test_heads_that_do_not_divide_are_refused() -> None:
     with building(BuildContext(tp_size=2)), pytest.raises(ValueError, match="query heads \\(3\\)"):
         build_qkv_proj(4, 3, 3, 2)
