@@ -28,7 +28,7 @@ from engine_core.runtime.loader import check_weights
 from engine_core.runtime.source import check_deterministic
 from engine_core.steps import RequestOutput
 from engine_core.testing.case import ConformanceError
-from engine_core.testing.reference import NEW_TOKENS, Prompt
+from engine_core.testing.reference import NEW_TOKENS, Prompt, TinyCheckpoint
 from engine_core.testing.state import changes, globals_of, kept_by, snapshot
 from engine_core.testing.subject import Family, NotApplicableError, Subject
 from engine_core.testing.synchronisation import no_synchronisation
@@ -145,6 +145,7 @@ def weights(subject: Subject) -> None:
     headers = subject.open().headers
     check_weights(model, _Headers(headers), str(subject.folder))
     _check_unknown(model, headers, subject.case.unused_weights)
+    _check_passed_over(model, headers, subject.checkpoint)
     unused = []
     for name, header in headers.items():
         if name.endswith(subject.case.unused_weights):
@@ -196,6 +197,26 @@ def _check_unknown(
             f"({len(swallowed)} of {len(added)} such names are not): a checkpoint that needs it "
             "would give wrong results. Ignore names that checkpoints are known to have, and no "
             "others"
+        )
+
+
+def _check_passed_over(
+    model: torch.nn.Module, headers: Mapping[str, Any], checkpoint: TinyCheckpoint
+) -> None:
+    """Tensors that transformers' class ignores, because published checkpoints have them, are taken.
+
+    The reference's own state dict lacks them, so nothing else shows them to the family.
+    """
+    header = next(iter(headers.values()))
+    added = dict.fromkeys(checkpoint.passed_over, header)
+    refusal = _refusal(model, {**headers, **added})
+    refused = sorted(set(refusal.unexpected) & set(added)) if refusal is not None else []
+    if refused:
+        raise ConformanceError(
+            f"{', '.join(refused)} would be refused, and {checkpoint.source} of transformers "
+            "ignores it (_keys_to_ignore_on_load_unexpected) because published checkpoints have "
+            "it. Name its end in unused_weights of a RotaryCausalLM, or in ignore= of "
+            "load_stacked_weights"
         )
 
 

@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,6 +84,8 @@ class TinyCheckpoint:
             the trace.
         typed: a prompt of two texts, the types of its tokens, and its states or score; None where
             the reference tells no types apart.
+        passed_over: names of tensors that the reference's class knows of published checkpoints and
+            leaves out, such as a stored causal mask.
     """
 
     folder: Path
@@ -91,6 +94,7 @@ class TinyCheckpoint:
     prefix: str = ""
     encoded: tuple[tuple[list[int], Tensor, Trace], ...] = ()
     typed: tuple[list[int], list[int], Tensor] | None = None
+    passed_over: tuple[str, ...] = ()
 
 
 def prepare(
@@ -131,15 +135,46 @@ def prepare(
         encoded = tuple((list(ids), *encode(model, list(ids))) for ids in given)
         name, typed = type(model).__name__, _typed(model, max(map(list, given), key=len))
         return TinyCheckpoint(
-            folder, (), name, model.base_model_prefix, encoded=encoded, typed=typed
+            folder,
+            (),
+            name,
+            model.base_model_prefix,
+            encoded=encoded,
+            typed=typed,
+            passed_over=_passed_over(model),
         )
     prompts = (
         *(_run(model, list(ids), f"{len(ids)} tokens", None, count or NEW_TOKENS) for ids in given),
         *(_run(model, [], each.name, each, count or MEDIA_TOKENS) for each in case.media),
     )
     return TinyCheckpoint(
-        folder, prompts, type(model).__name__, getattr(model, "base_model_prefix", "")
+        folder,
+        prompts,
+        type(model).__name__,
+        getattr(model, "base_model_prefix", ""),
+        passed_over=_passed_over(model),
     )
+
+
+def _passed_over(model: nn.Module) -> tuple[str, ...]:
+    """Tensors of parts of ``model`` that transformers' class ignores in checkpoints; one a pattern.
+
+    Patterns end in the part's name and the tensor's, as "attn.masked_bias"; others are of whole
+    parts that this model may not have.
+    """
+    patterns: Any = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    own = model.state_dict().keys()
+    parts = [part for part, _ in model.named_modules()]
+    found: list[str] = []
+    for pattern in sorted(patterns):
+        end = _IGNORED_TENSOR.search(pattern)
+        names = [f"{part}.{end[1]}" for part in parts] if end else []
+        found += [name for name in names if name not in own and re.search(pattern, name)][:1]
+    return tuple(found)
+
+
+# A pattern's end: of a part's name, a dot, which may be escaped, and the tensor's name.
+_IGNORED_TENSOR = re.compile(r"\w\\?\.([a-z_]+)\$?$")
 
 
 def _from_transformers(name: str, config: Mapping[str, Any], *, encodes: bool = False) -> Any:
