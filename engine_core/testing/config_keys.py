@@ -54,6 +54,12 @@ _COMMON = {"sliding_window": 5, "attention_bias": True}
 # Keys whose default stands for something that follows from others.
 _UNSET = {"n_inner": 40}
 _ROPES = ("rope_scaling", "rope_parameters")
+# What older configs of some families have beside them: the key in rope_parameters that a class of
+# transformers makes of each, and a value that is no default.
+_OLDER_ROPES: dict[str, tuple[str, Any]] = {
+    "rotary_emb_base": ("rope_theta", 3000.0),
+    "rotary_pct": ("partial_rotary_factor", 0.5),
+}
 _SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"factor": 2.0},
     "dynamic": {"factor": 2.0},
@@ -171,6 +177,7 @@ def config_values(subject: Subject) -> None:
     for key in keys.defaults:
         _check_default(subject, keys, key)
     _check_aliases(subject, keys)
+    _check_older_ropes(subject, keys)
     if subject.case.reference == "transformers":
         _check_bare(subject, keys)
 
@@ -213,6 +220,31 @@ def _check_aliases(subject: Subject, keys: _Keys) -> None:
             raise ConformanceError(
                 f"with {alias} {value!r} in config.json, another name of {name} in {keys.source}, "
                 f"{what} is {ours!r} in place of {theirs!r}: read both names"
+            )
+
+
+def _check_older_ropes(subject: Subject, keys: _Keys) -> None:
+    """Keys that stood beside ``rope_parameters`` in older configs are read, or refused."""
+    if subject.case.reference != "transformers":
+        return
+    bare = keys.config
+    for name in ("rope_theta", "partial_rotary_factor", *_ROPES, *_OLDER_ROPES):
+        bare = _with(bare, (name,), None)
+    for name, (newer, value) in _OLDER_ROPES.items():
+        older = _with(bare, (name,), value)
+        theirs = _theirs(subject.case, older)
+        rope = getattr(theirs, "rope_parameters", None)
+        if hasattr(theirs, name) or not isinstance(rope, Mapping) or rope.get(newer) != value:
+            continue  # The class knows no such key.
+        built = _build(subject, older)
+        stated = _build(subject, _with(bare, ("rope_parameters",), dict(rope)))
+        if built is None or stated is None:
+            continue
+        for what, ours, other in _differences(built, stated):
+            raise ConformanceError(
+                f"with {name} {value!r} in config.json, which {keys.source} takes for {newer} of "
+                f"rope_parameters, {what} is {ours!r} in place of {other!r}: read both names, such "
+                "as by the aliases of a RotaryConfigBuilder"
             )
 
 
@@ -260,7 +292,7 @@ def _check_default(subject: Subject, keys: _Keys, key: Key) -> None:
     """The family reads a config without the key as one that states its default."""
     without = _with(keys.config, key, None)
     if key[-1] == "rope_parameters":  # Older configs have the same beside it.
-        for name in ("rope_theta", "rope_scaling"):
+        for name in ("rope_theta", "rope_scaling", "partial_rotary_factor", *_OLDER_ROPES):
             without = _with(without, (*key[:-1], name), None)
     default = keys.defaults[key]
     if subject.case.reference == "transformers":
