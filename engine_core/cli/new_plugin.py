@@ -178,8 +178,9 @@ def _read_config(path: Path) -> HFConfig:
 
     folder = path.parent if path.name == "config.json" else path
     if not folder.is_dir():
+        hint = "; copy it to a folder under that name" if path.is_file() else ""
         raise typer.BadParameter(
-            f"--hf-config: {path} is no file named config.json, nor a folder with one"
+            f"--hf-config: {path} is no file named config.json, nor a folder with one{hint}"
         )
     return HFConfig.from_folder(folder)
 

@@ -291,6 +291,15 @@ def test_a_wrong_argument_is_refused_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_config_of_another_name_is_to_be_copied(tmp_path: Path) -> None:
+    (tmp_path / "marigold.json").write_text("{}")
+    given = ["rose", "--like", "llama", "--hf-config", str(tmp_path / "marigold.json")]
+    done = runner.invoke(app, ["new-plugin", *given])
+    assert done.exit_code == 2
+    said = " ".join(done.stderr.replace("│", " ").split())
+    assert "copy it to a folder under that name" in said
+
+
 @pytest.mark.parametrize(
     ("change", "code", "message"),
     [
