@@ -121,8 +121,8 @@ class Agreement:
         return every
 
 
-class NotCapturedError(RuntimeError):
-    """A function could not be captured; of several ranks none has captured it.
+class AttemptError(RuntimeError):
+    """An attempt failed; of several ranks, on one at least, so that none goes on with it.
 
     Attributes:
         out_of_memory: whether a lack of memory was why.
@@ -163,7 +163,7 @@ def capture(
       the same end.
 
     Raises:
-        NotCapturedError: a rank could not; says why and, of several, which. All ranks raise it.
+        AttemptError: a rank could not; says why and, of several, which. All ranks raise it.
         Exception: what a rank, of several, met in the run together, or in place of others' word.
             The ranks know nothing of each other then: whoever catches it may not go on.
     """
@@ -173,9 +173,7 @@ def capture(
             capturer.run(function)
             return capturer.capture(function)
         except Exception as error:
-            raise NotCapturedError(
-                described(error), out_of_memory=_is_out_of_memory(error)
-            ) from error
+            raise AttemptError(described(error), out_of_memory=_is_out_of_memory(error)) from error
 
     def rehearse() -> Callable[[], T]:
         function = prepare()
@@ -183,13 +181,18 @@ def capture(
             capturer.run(function)
         return function
 
-    function = _agreed(agreement, rehearse)
+    function = agreed(agreement, rehearse)
     capturer.run(function)
-    return _agreed(agreement, lambda: capturer.capture(function))
+    return agreed(agreement, lambda: capturer.capture(function))
 
 
-def _agreed(agreement: Agreement, attempt: Callable[[], T]) -> T:
-    """The attempt's result, if that of every rank succeeds."""
+def agreed(agreement: Agreement, attempt: Callable[[], T]) -> T:
+    """Return the attempt's result, if that of every rank succeeds; waits for all of them.
+
+    Raises:
+        AttemptError: it failed on a rank; says on which and why. All ranks raise it.
+        RuntimeError: as of :meth:`Agreement.gather`.
+    """
     made, failure = None, None
     try:
         made = attempt()
@@ -198,5 +201,5 @@ def _agreed(agreement: Agreement, attempt: Callable[[], T]) -> T:
     # The error would keep the frames of the attempt, and so its tensors.
     for rank, found in enumerate(agreement.gather(failure)):
         if found is not None:
-            raise NotCapturedError(f"rank {rank}: {found[0]}", out_of_memory=found[1])
+            raise AttemptError(f"rank {rank}: {found[0]}", out_of_memory=found[1])
     return made  # type: ignore[return-value]

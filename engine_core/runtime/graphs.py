@@ -19,10 +19,10 @@ from engine_core.nn.embedding import VocabularySplit
 from engine_core.runtime.block_tables import IntArray
 from engine_core.runtime.capture import (
     Agreement,
+    AttemptError,
     Capturer,
     CudaCapturer,
     Graph,
-    NotCapturedError,
     capture,
 )
 from engine_core.runtime.platform import to_device
@@ -180,7 +180,7 @@ class _Graphs(ABC):
         for key in self._at_start:
             try:
                 self._graphs[key] = self._make(key)
-            except NotCapturedError as error:
+            except AttemptError as error:
                 if self._state.agreement.size == 1:
                     kind = OptionError if error.out_of_memory else EngineError
                     raise kind(self._reason(key, error)) from error.__cause__
@@ -212,7 +212,7 @@ class _Graphs(ABC):
             return False
         try:
             self._graphs[key] = self._make(key)
-        except NotCapturedError as error:
+        except AttemptError as error:
             self._give_up(key, error)
             return False
         return True
@@ -226,13 +226,13 @@ class _Graphs(ABC):
         if key not in self._graphs and key not in self._state.uncaptured:
             try:
                 self._graphs[key] = self._make(key)
-            except NotCapturedError as error:
+            except AttemptError as error:
                 if self._state.agreement.size == 1 and not error.out_of_memory:
                     raise RuntimeError(self._reason(key, error)) from error.__cause__
                 self._give_up(key, error)
         return self._graphs.get(key)
 
-    def _give_up(self, key: GraphKey, error: NotCapturedError) -> None:
+    def _give_up(self, key: GraphKey, error: AttemptError) -> None:
         """Run the step of this key without a graph from now on."""
         self._state.uncaptured.add(key)
         self._state.ahead = False
@@ -247,7 +247,7 @@ class _Graphs(ABC):
         if self._state.agreement.rank == 0:
             logger.warning(message, *args)
 
-    def _reason(self, key: GraphKey, error: NotCapturedError) -> str:
+    def _reason(self, key: GraphKey, error: AttemptError) -> str:
         """Why the step of this key was not captured, and what to do."""
         step = self._describe(key)
         if error.out_of_memory:

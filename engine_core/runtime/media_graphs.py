@@ -12,10 +12,10 @@ from torch import Tensor
 
 from engine_core.runtime.capture import (
     Agreement,
+    AttemptError,
     Capturer,
     CudaCapturer,
     Graph,
-    NotCapturedError,
     capture,
 )
 from engine_core.runtime.eager import ForwardPass
@@ -96,7 +96,7 @@ class MediaGraphs:
             self._graphs.popitem(last=False)
         try:
             self._graphs[key] = self._capture(kind, items)
-        except NotCapturedError as error:
+        except AttemptError as error:
             self._broken = True
             self._wanted.clear()
             if self._agreement.rank == 0:

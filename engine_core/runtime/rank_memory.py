@@ -5,21 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from engine_core.kernels import RankMemory, rank_gather, rank_sum
 from engine_core.kernels.rank_sum.layout import PROGRAMS, region_bytes
-from engine_core.plugin_code import described
-from engine_core.runtime.capture import Agreement
+from engine_core.runtime.capture import Agreement, AttemptError, agreed
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 # Bytes of a sum at most; for what is larger, NCCL. A region has four times as many.
 _CAPACITY = 8 << 20
@@ -45,34 +41,17 @@ def share_memory(
     group, whose store torch's symmetric memory uses to exchange handles.
     """
     try:
-        _agree(agreement, lambda: _check_alone(agreement.size))
+        agreed(agreement, lambda: _check_alone(agreement.size))
         _check_together(agreement.gather(_place(device)), device, agreement)
         nbytes = region_bytes(agreement.size, capacity)
-        region = _agree(agreement, lambda: _allocate(nbytes, device))
-        memory = _agree(agreement, lambda: _meet(agreement, group, region, capacity))
-        _agree(agreement, lambda: _try(memory))
-    except _UnavailableError as error:
+        region = agreed(agreement, lambda: _allocate(nbytes, device))
+        memory = agreed(agreement, lambda: _meet(agreement, group, region, capacity))
+        agreed(agreement, lambda: _try(memory))
+    except AttemptError as error:
         if agreement.rank == 0:
             logger.info("sums over ranks go by NCCL: %s", error)
         return None
     return memory
-
-
-class _UnavailableError(Exception):
-    """Known to all ranks."""
-
-
-def _agree(agreement: Agreement, attempt: Callable[[], T]) -> T:
-    """The attempt's result, if no rank's fails."""
-    made, failure = None, None
-    try:
-        made = attempt()
-    except Exception as error:
-        failure = described(error)
-    for rank, found in enumerate(agreement.gather(failure)):
-        if found is not None:
-            raise _UnavailableError(f"rank {rank}: {found}")
-    return made  # type: ignore[return-value]
 
 
 def _check_alone(size: int) -> None:
@@ -115,7 +94,7 @@ def _check_together(
             elif not torch.cuda.can_device_access_peer(device, numbers[other]):
                 raise RuntimeError(f"its GPU cannot read that of rank {rank}")
 
-    _agree(agreement, check)
+    agreed(agreement, check)
 
 
 def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:

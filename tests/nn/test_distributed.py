@@ -126,7 +126,10 @@ class Told(Agreement):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["RuntimeError: triton is not installed"], "rank 1: RuntimeError: triton is not"),
+        (
+            [("RuntimeError: triton is not installed", False)],
+            "rank 1: RuntimeError: triton is not",
+        ),
         (
             [None, ("elsewhere", "GPU-b"), None],
             "rank 0: RuntimeError: rank 1 is on another machine",
