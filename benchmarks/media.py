@@ -277,9 +277,10 @@ def theirs_of(config: Any, options: argparse.Namespace) -> Callable[[list[Any]],
         text["rope_parameters"] = {**text.pop("rope_scaling"), "rope_type": "default"}
         text["rope_parameters"] |= {"rope_theta": text.pop("rope_theta")}
         given = {**{key: values[key] for key in outer[:3]}, "text_config": text}
-        model = classes.Qwen2VLForConditionalGeneration._from_config(
-            classes.Qwen2VLConfig(**given), dtype=dtype, **how
-        )
+        with device:  # a CPU draws its random weights for most of a minute
+            model = classes.Qwen2VLForConditionalGeneration._from_config(
+                classes.Qwen2VLConfig(**given), dtype=dtype, **how
+            )
         tower = model.model.visual.to(device).eval()
 
         vision = config["vision_config"]
@@ -296,9 +297,10 @@ def theirs_of(config: Any, options: argparse.Namespace) -> Callable[[list[Any]],
             return tower(pixels.to(dtype), grid_thw=sent(grids, device))
 
     else:
-        model = classes.InternVLForConditionalGeneration._from_config(
-            classes.InternVLConfig(**values), dtype=dtype, **how
-        )
+        with device:
+            model = classes.InternVLForConditionalGeneration._from_config(
+                classes.InternVLConfig(**values), dtype=dtype, **how
+            )
         whole = model.model.to(device).eval()
         mean = torch.tensor([0.485, 0.456, 0.406], device=device).view(3, 1, 1)
         std = torch.tensor([0.229, 0.224, 0.225], device=device).view(3, 1, 1)
@@ -499,7 +501,15 @@ def first(options: argparse.Namespace) -> None:
 
 
 def streams(options: argparse.Namespace) -> None:
-    rows = []
+    print_table(
+        "Tokens a second of requests with a picture each",
+        ("shape", "side", "requests", "prompt", "output", "pictures", "texts as long", "ratio"),
+        streams_rows(options),
+    )
+
+
+def streams_rows(options: argparse.Namespace) -> Iterator[list[Any]]:
+    """A row of the table for each shape and side."""
     count, words, out = (4, 10, 4) if options.tiny else (64, 100, 128)
     for name, config, llm in models(options, enable_prefix_caching=False):
         prompts = Prompts(config)
@@ -513,12 +523,7 @@ def streams(options: argparse.Namespace) -> None:
                 begin = time.perf_counter()
                 llm.generate(kind[count:], greedy(out))
                 each.append(count * out / (time.perf_counter() - begin))
-            rows.append([name, side, count, size, out, *each, each[0] / each[1]])
-    print_table(
-        "Tokens a second of requests with a picture each",
-        ("shape", "side", "requests", "prompt", "output", "pictures", "texts as long", "ratio"),
-        rows,
-    )
+            yield [name, side, count, size, out, *each, each[0] / each[1]]
 
 
 async def _gaps(path: str, config: Any, name: str, options: argparse.Namespace) -> None:
