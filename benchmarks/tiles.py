@@ -7,6 +7,9 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
 - ``4096x14336=128,128,4,wx,8,4,256``: the tile of linears with a weight ``[N, K]`` as it is stored
   (a gate and up's has both), the fields of ``kernels.linear.tiles.Tile`` in their order.
 - ``attention=64,2,3,2``: the fields of ``kernels.attention.decode._Tile`` in their order.
+- ``experts=32,64,128,4,3``: the tile of experts whose pairs are grouped, as ``_tiles`` of
+  ``kernels.experts.triton`` gives it.
+- ``gate=2,1024,3``, ``down=4,8192,3``: ``GATE_TILE`` and ``DOWN_TILE`` of ``kernels.experts.few``.
 - ``stretch=1.1``: how many times the mean a row is as long that is split where splits are rare.
 - ``deferred=64``: the norms of more tokens divide, whatever the linears around them.
 
@@ -79,6 +82,14 @@ def settings(text: str) -> Iterator[None]:
                         ),
                     )
                 )
+            elif key == "experts":
+                experts = importlib.import_module("engine_core.kernels.experts.triton")
+                tile = tuple(fields(values))
+                stack.enter_context(patch.object(experts, "_tiles", lambda *_, t=tile: t))
+            elif key in ("gate", "down"):
+                few = importlib.import_module("engine_core.kernels.experts.few.triton")
+                tile = tuple(fields(values))
+                stack.enter_context(patch.object(few, f"{key.upper()}_TILE", tile))
             elif key == "attention":
                 tile = attention._Tile(*fields(values))
                 stack.enter_context(patch.object(attention, "_tile", lambda *_, t=tile: t))
