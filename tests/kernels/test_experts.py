@@ -222,6 +222,16 @@ def test_a_router_of_16_bits_rounds_its_product(kernels: Any, launch_device: str
         torch.testing.assert_close(weights, expected)
 
 
+@pytest.mark.parametrize("tokens", [32, 128, 192, 256, 384, 512])
+def test_few_experts_of_a_random_choice_need_a_second_block(kernels: Any, tokens: int) -> None:
+    """It would read the expert's weight again, which is most of the time."""
+    experts, top_k = 128, 8
+    block_m = kernels._tiles(tokens * top_k, experts)[0]
+    chosen = random(tokens, experts, device="cpu", seed=tokens).argsort(dim=1)[:, :top_k]
+    pairs = chosen.flatten().bincount(minlength=experts)
+    assert (pairs > block_m).float().mean() < 0.05
+
+
 def test_the_tiles_of_many_pairs_multiply_the_same(kernels: Any, launch_device: str) -> None:
     tokens, experts = 150, 2
     ids = (torch.arange(tokens).view(-1, 1) % experts).to(torch.int32).to(launch_device)

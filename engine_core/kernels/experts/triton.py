@@ -570,13 +570,16 @@ def _tiles(pairs: int, num_experts: int) -> tuple[int, int, int, int, int]:
     """BLOCK_M, BLOCK_N, BLOCK_K, warps and stages: by a rule, of the mean pairs of an expert.
 
     Few pairs wait for the weight: narrow tiles make many programs, which read side by side. Many
-    multiply: tiles are as large as the accumulators of gate and up leave room for.
+    multiply: tiles are as large as the accumulators of gate and up leave room for. A block holds
+    the pairs of most experts where they choose at random, two deviations above the mean: the next
+    block of an expert reads its weight again.
     """
     mean = pairs / num_experts
     if mean <= 8:
         return 16, 32, 128, 4, 4
     if mean <= 64:
-        return min(64, max(16, triton.next_power_of_2(int(mean)))), 64, 128, 4, 3
+        block_m = triton.next_power_of_2(int(mean + 2 * mean**0.5))
+        return min(64, block_m), 64, 128, 4, 3
     return 128, 128, 64, 8, 3
 
 
