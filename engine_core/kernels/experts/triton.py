@@ -31,8 +31,9 @@ from engine_core.kernels.linear.readers.triton import GroupReader
 if TYPE_CHECKING:
     from engine_core.kernels.experts import Routing
 
-# Pairs that a program looks through at a time.
-_CHUNK = 512
+# Pairs that a program looks through at a time: all of a decode step's, as a rule, since each turn
+# is two waits for memory. Fewer pairs take the smaller, and so two kernels are compiled.
+_CHUNKS = (512, 2048)
 # Experts whose scores one warp looks through.
 _WARP_EXPERTS = 256
 # Tokens whose router is a kernel of ours, and bytes of its matrix that a program has in registers.
@@ -346,13 +347,11 @@ def _group_kernel(
     expert = tl.program_id(0)
     numbers = tl.arange(0, BLOCK_E)
     places = tl.arange(0, CHUNK)
-    # Pairs of each expert; those without an expert are counted with the last, and not used.
     counts = tl.zeros([BLOCK_E], dtype=tl.int32)
     for start in range(0, num_pairs, CHUNK):
         ids = tl.load(ids_ptr + start + places, mask=start + places < num_pairs, other=-1)
-        ids = tl.where((ids >= 0) & (ids < E), ids, BLOCK_E - 1)
-        counts += tl.histogram(ids, BLOCK_E)
-    blocks = tl.where(numbers < E, (counts + BLOCK_M - 1) // BLOCK_M, 0)
+        counts += tl.histogram(ids, BLOCK_E, mask=(ids >= 0) & (ids < E))
+    blocks = (counts + BLOCK_M - 1) // BLOCK_M
     first = tl.sum(tl.where(numbers < expert, blocks, 0), axis=0)
     mine = tl.sum(tl.where(numbers == expert, blocks, 0), axis=0)
     end = (first + mine) * BLOCK_M
@@ -391,10 +390,9 @@ def group_pairs(ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Te
         pairs,
         blocks,
         E=num_experts,
-        # One more, for pairs without an expert.
-        BLOCK_E=triton.next_power_of_2(num_experts + 1),
+        BLOCK_E=triton.next_power_of_2(num_experts),
         BLOCK_M=block_m,
-        CHUNK=_CHUNK,
+        CHUNK=next((size for size in _CHUNKS if pairs <= size), _CHUNKS[-1]),
         num_warps=4,
         **pdl_options(ids.device),
     )
