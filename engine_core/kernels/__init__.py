@@ -10,7 +10,16 @@ tensor is first given, and numba when a kernel for a CPU tensor must be compiled
 from engine_core.kernels.activation import gelu_and_mul, quick_gelu, silu_and_mul
 from engine_core.kernels.attention import paged_attention
 from engine_core.kernels.decode_inputs import DecodeInputs, decode_inputs
-from engine_core.kernels.experts import Routing, choose_experts, route, run_experts
+from engine_core.kernels.experts import (
+    Routing,
+    are_few_tokens,
+    choose_experts,
+    fits_route,
+    route,
+    run_experts,
+    run_experts_add,
+    run_experts_add_norm,
+)
 from engine_core.kernels.gpu import GPU, gpu_of
 from engine_core.kernels.greedy import choose_greedy
 from engine_core.kernels.kv_store import store_kv
@@ -67,6 +76,7 @@ __all__ = [
     "StateSpaceWeights",
     "adds_residual",
     "apply_rotary",
+    "are_few_tokens",
     "attend_segments",
     "choose_experts",
     "choose_greedy",
@@ -74,6 +84,7 @@ __all__ = [
     "fits_fused_sum",
     "fits_head_norms",
     "fits_rank_sum",
+    "fits_route",
     "gelu_and_mul",
     "gpu_of",
     "has_gated_kernel",
@@ -95,6 +106,8 @@ __all__ = [
     "rotary_store_is_fused",
     "route",
     "run_experts",
+    "run_experts_add",
+    "run_experts_add_norm",
     "run_state_space",
     "sample_tokens",
     "silu_and_mul",

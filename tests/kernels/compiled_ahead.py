@@ -14,13 +14,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from engine_core.kernels import GroupWeight, Routing
+from engine_core.kernels import DeferredRMSNorm, GroupWeight, Routing
 from engine_core.kernels.block_linear import FORMS, group_weight
 from engine_core.kernels.experts import triton as experts
 from engine_core.kernels.gpu import GPU
 from engine_core.kernels.linear import triton as kernels
 from engine_core.kernels.linear.groups import triton as groups
 from engine_core.kernels.linear.readers.triton import GroupReader
+from engine_core.kernels.norm import triton as norms
 from engine_core.kernels.rank_sum import RankMemory
 from engine_core.kernels.rank_sum import triton as rank_sums
 
@@ -43,7 +44,7 @@ class AbsentGPU:
 def compile_launches() -> list[Any]:
     """From now on each launch only compiles; what it compiled is added to the list."""
     driver.set_active(AbsentGPU())
-    for module in (kernels, groups, experts, experts.few, rank_sums):
+    for module in (kernels, groups, experts, experts.few, norms, rank_sums):
         module.pdl_options = lambda device: {"PDL": True, "launch_pdl": True}
     run, found = JITFunction.run, []
 
@@ -55,16 +56,28 @@ def compile_launches() -> list[Any]:
 
 
 def compile_experts(found: list[Any]) -> bool:
-    """Whether there is machine code, whose tiles of weights come to shared memory by themselves."""
+    """Whether there is machine code, whose tiles of weights come to shared memory by themselves.
+
+    Of one token, with norms that are left to divide and without, and of as many as are grouped,
+    whose sum ends with a norm.
+    """
     x, router = torch.zeros(1, 512).bfloat16(), torch.zeros(16, 512).bfloat16()
-    ids, weights = experts.route(x, router, None, Routing(8), None, None)
     gate_up, down = (torch.zeros(16, *shape).bfloat16() for shape in ((1024, 512), (512, 512)))
-    experts.run_experts(x, ids, weights, gate_up, down, "silu")
-    routed, *products = found[-3:]
-    loads = [kernel.asm["ptx"].count("cp.async.commit_group") for kernel in products]
-    return (
-        bool(routed.asm["cubin"]) and all(kernel.asm["cubin"] for kernel in products) and all(loads)
-    )
+    undivided = DeferredRMSNorm(x, torch.zeros(1, 128), 1e-5)
+    for given in (x, undivided):
+        ids, weights = experts.route(given, router, None, Routing(8), None, None)
+        experts.run_experts(given, ids, weights, gate_up, down, "silu")
+    one = found[1:3] + found[4:6]
+    matrices = (ids, weights, gate_up, down, "silu")
+    experts.run_experts_add(undivided, *matrices, x, x[0], 1e-5, 0.0)
+    one += found[-2:]
+    x = x.repeat(256, 1)
+    ids, weights = ids.repeat(256, 1), weights.repeat(256, 1)
+    norm = {"norm_bias": None, "norm_offset": 0.0, "centred": False}
+    experts.run_experts_add_norm(x, ids, weights, *matrices[2:], x, x[0], 1e-5, **norm)
+    _, *many, _ = found[-4:]
+    loads = [kernel.asm["ptx"].count("cp.async.commit_group") for kernel in one + many]
+    return all(kernel.asm["cubin"] for kernel in found) and all(loads)
 
 
 def compile_rank_sums(found: list[Any]) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_core.kernels import Fp8Weight, GroupWeight, Routing
+from engine_core.kernels import DeferredRMSNorm, Fp8Weight, GroupWeight, Routing
 from engine_core.kernels.experts import reference
 from engine_core.kernels.linear.groups import pack_codes
 
@@ -141,7 +141,10 @@ def test_experts_are_those_of_the_reference(
 
 
 @pytest.fixture
-def few(kernels: Any) -> Any:
+def few(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """With fewer and wider programs, for the interpreter."""
+    monkeypatch.setattr(kernels.few, "GATE_TILE", (16, 128, 3))
+    monkeypatch.setattr(kernels.few, "DOWN_TILE", (16, 16 * 8 * 256, 3))
     return kernels.few
 
 
@@ -152,17 +155,9 @@ FEW = [(1, 8, 256, 192), (4, 3, 72, 136), (2, 6, 264, 392), (3, 1, 40, 24)]
 
 @pytest.mark.parametrize(("tokens", "top_k", "hidden", "inter"), FEW)
 def test_the_experts_of_few_tokens_are_those_of_the_reference(
-    few: Any,
-    launch_device: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tokens: int,
-    top_k: int,
-    hidden: int,
-    inter: int,
+    few: Any, launch_device: str, tokens: int, top_k: int, hidden: int, inter: int
 ) -> None:
     """An expert's numbers are not read for ids that are none's."""
-    monkeypatch.setattr(few, "GATE_TILE", (16, 128, 3))
-    monkeypatch.setattr(few, "DOWN_TILE", (16, 16 * 8 * 256, 3))
     experts = 9
     order = random(tokens, experts, device=launch_device, seed=4).argsort(dim=1)
     # The last expert has NaN for numbers; -1 is padding's, and 9 and more are another rank's.
@@ -174,16 +169,89 @@ def test_the_experts_of_few_tokens_are_those_of_the_reference(
     gate_up = random(experts, 2 * inter, hidden, device=launch_device, seed=2) / hidden**0.5
     down = random(experts, hidden, inter, device=launch_device, seed=3) / inter**0.5
     gate_up[-1] = down[-1] = torch.nan
-    got = few.run_experts(x, ids, weights, gate_up, down, "silu")
+    got, _ = few.run_experts(x, ids, weights, gate_up, down, "silu")
     expected = reference.run_experts(x, ids, weights, gate_up[:-1], down[:-1], "silu")
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_tokens_that_share_no_experts_are_not_grouped(few: Any) -> None:
+def undivided(x: Tensor, weight: Tensor, parts: int, eps: float) -> tuple[DeferredRMSNorm, Tensor]:
+    """The RMSNorm of x without its division, its squares in so many parts, and with it."""
+    squares = x.square().unflatten(1, (parts, -1)).sum(2)
+    divided = x * weight / (x.square().mean(1, keepdim=True) + eps).sqrt()
+    return DeferredRMSNorm(x * weight, squares, eps), divided
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "hidden", "inter", "offset"), [(*FEW[0], 0.0), (*FEW[2], 1.0)]
+)
+def test_the_experts_of_few_tokens_divide_and_end_with_the_next_norm(
+    kernels: Any,
+    few: Any,
+    launch_device: str,
+    tokens: int,
+    top_k: int,
+    hidden: int,
+    inter: int,
+    offset: float,
+) -> None:
+    experts, eps = 9, 0.5
+    norms = [1 + random(hidden, device=launch_device, seed=seed) / 4 for seed in (5, 6)]
+    x, divided = undivided(random(tokens, hidden, device=launch_device), norms[0], hidden // 8, eps)
+    ids = random(tokens, experts, device=launch_device, seed=4).argsort(dim=1)[:, :top_k].int()
+    ids[-1, 0] = -1
+    weights = random(tokens, top_k, device=launch_device, seed=1).softmax(-1)
+    gate_up = random(experts, 2 * inter, hidden, device=launch_device, seed=2) / hidden**0.5
+    down = random(experts, hidden, inter, device=launch_device, seed=3) / inter**0.5
+    residual = random(tokens, hidden, device=launch_device, seed=7)
+    matrices = (ids, weights, gate_up, down, "silu")
+    total = reference.run_experts(divided, *matrices) + residual
+    normed, got = kernels.run_experts_add(x, *matrices, residual, norms[1], eps, offset)
+    torch.testing.assert_close(got, total, atol=1e-5, rtol=1e-5)
+    assert normed.squares.shape == (tokens, -(-hidden // few.DOWN_TILE[0]))
+    _, expected = undivided(total, norms[1] + offset, 1, eps)
+    torch.testing.assert_close(normed.divided(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_sum_of_experts_ends_with_the_next_norm(
+    kernels: Any, launch_device: str, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Numbers that were in memory where pairs have no expert do not count."""
+    empty = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
+        made = empty(*args, **kwargs)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    ids = CHOICES[name](40).to(torch.int32).to(launch_device)
+    x, residual = (random(40, HIDDEN, device=launch_device, seed=seed) for seed in (0, 7))
+    weights = random(*ids.shape, device=launch_device, seed=1).softmax(-1)
+    gate_up = random(EXPERTS, 2 * INTER, HIDDEN, device=launch_device, seed=2) / 8
+    down = random(EXPERTS, HIDDEN, INTER, device=launch_device, seed=3) / 7
+    norm_weight, norm_bias = (random(HIDDEN, device=launch_device, seed=seed) for seed in (5, 6))
+    given = (x, ids, weights, gate_up, down, "silu")
+    total = reference.run_experts(*given) + residual
+    shape = (HIDDEN,)
+    for centred in (False, True):
+        normed, got = kernels.run_experts_add_norm(
+            *(*given, residual, norm_weight, 0.5),
+            norm_bias=norm_bias if centred else None,
+            norm_offset=0.0,
+            centred=centred,
+        )
+        expected = torch.rms_norm(total, shape, norm_weight, 0.5)
+        if centred:
+            expected = torch.layer_norm(total, shape, norm_weight, norm_bias, 0.5)
+        torch.testing.assert_close(got, total, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(normed, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_tokens_that_share_no_experts_are_not_grouped(kernels: Any) -> None:
     """A single token shares none, however few there are; Mixtral has 8, of which it takes 2."""
-    assert [n for n in (1, 2, 4, 5, 32) if few.fits(n, 8, 128)] == [1, 2, 4]
-    assert [n for n in (1, 2, 4) if few.fits(n, 2, 8)] == [1]
-    assert not few.fits(1, 17, 256)
+    assert [n for n in (1, 2, 4, 5, 32) if kernels.sizes.are_few(n, 8, 128)] == [1, 2, 4]
+    assert [n for n in (1, 2, 4) if kernels.sizes.are_few(n, 2, 8)] == [1]
+    assert not kernels.sizes.are_few(1, 17, 256)
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
@@ -192,7 +260,7 @@ def test_a_router_is_its_product_and_the_choice(
     kernels: Any, launch_device: str, monkeypatch: pytest.MonkeyPatch, name: str, tokens: int
 ) -> None:
     # Some experts for each program; the last one to arrive chooses.
-    monkeypatch.setattr(kernels, "_ROUTER_BYTES", 1024)
+    monkeypatch.setattr(kernels.sizes, "ROUTER_BYTES", 1024)
     routing, biased = ROUTINGS[name]
     hidden = 72
     x = random(tokens, 2 * hidden, device=launch_device)[:, :hidden]
@@ -207,7 +275,19 @@ def test_a_router_is_its_product_and_the_choice(
         expected_ids, expected = reference.choose_experts(logits, routing, bias, slots)
         assert torch.equal(ids, expected_ids)
         torch.testing.assert_close(weights, expected)
-    assert kernels.fits_route(tokens, matrix)
+    assert kernels.sizes.fits_route(tokens, *matrix.shape, matrix.itemsize)
+
+
+def test_a_router_makes_up_for_a_division(kernels: Any, launch_device: str) -> None:
+    norm_weight = random(64, device=launch_device, seed=5)
+    given, divided = undivided(random(3, 64, device=launch_device), norm_weight, 16, 0.5)
+    matrix = random(12, 64, device=launch_device, seed=2) / 8
+    bias = random(12, device=launch_device, seed=3)
+    ids, weights = kernels.route(given, matrix, bias, Routing(4), None, None)
+    logits = divided @ matrix.T + bias
+    expected_ids, expected = reference.choose_experts(logits, Routing(4), None, None)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected)
 
 
 def test_a_router_of_16_bits_rounds_its_product(kernels: Any, launch_device: str) -> None:

@@ -12,15 +12,25 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from engine_core.kernels.experts import cpu, reference
-from engine_core.kernels.gpu import gpu_of
-from engine_core.kernels.linear import Activation, linear
+from engine_core.kernels.experts import cpu, reference, sizes
+from engine_core.kernels.gpu import GPU, gpu_of
+from engine_core.kernels.linear import Activation, DeferredRMSNorm, linear
 from engine_core.kernels.linear.coded import CodedWeight
+from engine_core.kernels.linear.reference import add_deferred
+from engine_core.kernels.norm import layer_norm, rms_norm
 
-__all__ = ["Matrix", "Routing", "choose_experts", "route", "run_experts"]
+__all__ = [
+    "Matrix",
+    "Routing",
+    "are_few_tokens",
+    "choose_experts",
+    "fits_route",
+    "route",
+    "run_experts",
+    "run_experts_add",
+    "run_experts_add_norm",
+]
 
-# The most experts of a token, and of a layer, that the kernel of the choice keeps in registers.
-_MOST_CHOSEN, _MOST_EXPERTS = 32, 1024
 Scoring = Literal["softmax", "sigmoid"]
 
 
@@ -72,7 +82,7 @@ def choose_experts(
     Returns:
         ids ``[T, top_k]`` int32, and weights ``[T, top_k]`` float32.
     """
-    fits = routing.top_k <= _MOST_CHOSEN and logits.shape[1] <= _MOST_EXPERTS
+    fits = routing.top_k <= sizes.MOST_CHOSEN and logits.shape[1] <= sizes.MOST_EXPERTS
     if fits and gpu_of(logits.device) is not None:
         from engine_core.kernels.experts import triton
 
@@ -80,8 +90,22 @@ def choose_experts(
     return reference.choose_experts(logits, routing, bias, slots)
 
 
+def fits_route(tokens: int, matrix: Tensor, routing: Routing, gpu: GPU | None) -> bool:
+    """Whether :func:`route` is one kernel, which may divide too.
+
+    ``matrix`` is ``[E, H]``, perhaps on meta.
+    """
+    shape = (tokens, *matrix.shape, matrix.itemsize)
+    return gpu is not None and routing.top_k <= sizes.MOST_CHOSEN and sizes.fits_route(*shape)
+
+
+def are_few_tokens(tokens: int, top_k: int, num_experts: int, gpu: GPU | None) -> bool:
+    """Whether :func:`run_experts` of numbers has kernels of few tokens, which may divide too."""
+    return gpu is not None and sizes.are_few(tokens, top_k, num_experts)
+
+
 def route(
-    x: Tensor,
+    x: Tensor | DeferredRMSNorm,
     matrix: Tensor,
     matrix_bias: Tensor | None,
     routing: Routing,
@@ -93,7 +117,7 @@ def route(
     The product is rounded to the matrix's dtype. For a few tokens on a GPU this is one kernel.
 
     Args:
-        x: ``[T, H]``.
+        x: ``[T, H]``, or what an RMSNorm gave without its division.
         matrix: ``[E, H]``, contiguous; perhaps float32 where x has 16 bits.
         matrix_bias: ``[E]`` of the linear, or None.
         routing: the rule.
@@ -103,16 +127,18 @@ def route(
     Returns:
         ids ``[T, top_k]`` int32, and weights ``[T, top_k]`` float32.
     """
-    if routing.top_k <= _MOST_CHOSEN and gpu_of(x.device) is not None:
+    values = x if isinstance(x, Tensor) else x.values
+    if fits_route(len(values), matrix, routing, gpu_of(values.device)):
         from engine_core.kernels.experts import triton
 
-        if triton.fits_route(len(x), matrix):
-            return triton.route(x, matrix, matrix_bias, routing, bias, slots)
-    return choose_experts(linear(x.to(matrix.dtype), matrix, matrix_bias), routing, bias, slots)
+        return triton.route(x, matrix, matrix_bias, routing, bias, slots)
+    plain = x if isinstance(x, Tensor) else x.divided()
+    logits = linear(plain.to(matrix.dtype), matrix, matrix_bias)
+    return choose_experts(logits, routing, bias, slots)
 
 
 def run_experts(
-    x: Tensor,
+    x: Tensor | DeferredRMSNorm,
     ids: Tensor,
     weights: Tensor,
     gate_up: Tensor | CodedWeight | Sequence[Matrix],
@@ -124,7 +150,7 @@ def run_experts(
     """The weighted sum of each token's experts: ``down(act(gate(x)) * up(x))``.
 
     Args:
-        x: ``[T, H]``.
+        x: ``[T, H]``, or what an RMSNorm gave without its division.
         ids: ``[T, k]`` int32; an id that is none of 0 to E - 1 adds nothing, as of padding, or of
             an expert that another rank has.
         weights: ``[T, k]`` float32.
@@ -141,18 +167,129 @@ def run_experts(
     Raises:
         ValueError: ``deterministic`` where there is no such kernel.
     """
-    if deterministic and gpu_of(x.device) is None and not x.is_meta:
+    values = x if isinstance(x, Tensor) else x.values
+    gpu = gpu_of(values.device)
+    if deterministic and gpu is None and not values.is_meta:
         raise ValueError(
-            f"run_experts: nothing is batch-invariant on {x.device}; leave deterministic out, or "
-            "run on a GPU with kernels"
+            f"run_experts: nothing is batch-invariant on {values.device}; leave deterministic out, "
+            "or run on a GPU with kernels"
         )
-    if not x.is_cuda:
-        return cpu.run_experts(x, ids, weights, gate_up, down, activation)
-    matrices: Any = (gate_up, down)
-    if gpu_of(x.device) is not None:
+    if deterministic or not _divides(x, ids, gate_up, down):
+        x = x if isinstance(x, Tensor) else x.divided()
+    first: Any = gate_up
+    second: Any = down
+    if gpu is not None:
         from engine_core.kernels.experts import triton
 
-        return triton.run_experts(
-            x, ids, weights, matrices[0], matrices[1], activation, deterministic
+        return triton.run_experts(x, ids, weights, first, second, activation, deterministic)
+    assert isinstance(x, Tensor), "only kernels make up for a division"
+    if not x.is_cuda:
+        return cpu.run_experts(x, ids, weights, gate_up, down, activation)
+    return reference.run_experts(x, ids, weights, first, second, activation)
+
+
+def run_experts_add(
+    x: Tensor | DeferredRMSNorm,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor | CodedWeight | Sequence[Matrix],
+    down: Tensor | CodedWeight | Sequence[Matrix],
+    activation: Activation,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    *,
+    norm_offset: float = 0.0,
+) -> tuple[DeferredRMSNorm, Tensor]:
+    """Experts, the addition of the residual and the RMSNorm that follow them.
+
+    For few tokens on a GPU the second product ends with both. The sum of the experts and the sum
+    with the residual are each rounded; the norm's result is rounded once, and again when a linear
+    has made up for the division.
+
+    Args:
+        x: as of :func:`run_experts`, and so the next five.
+        ids: see ``x``.
+        weights: see ``x``.
+        gate_up: see ``x``.
+        down: see ``x``.
+        activation: see ``x``.
+        residual: ``[T, H]``, x's dtype.
+        norm_weight: ``[H]``, of the RMSNorm.
+        eps: of the RMSNorm.
+        norm_offset: added to its weight.
+
+    Returns:
+        The norm of the sum with the residual without its division, and that sum ``[T, H]``.
+    """
+    if _divides(x, ids, gate_up, down):
+        from engine_core.kernels.experts import triton
+
+        first: Any = gate_up
+        second: Any = down
+        given = (x, ids, weights, first, second, activation, residual, norm_weight, eps)
+        return triton.run_experts_add(*given, norm_offset)
+    out = run_experts(x, ids, weights, gate_up, down, activation)
+    return add_deferred(out, residual, norm_weight, eps, norm_offset)
+
+
+def run_experts_add_norm(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor | CodedWeight | Sequence[Matrix],
+    down: Tensor | CodedWeight | Sequence[Matrix],
+    activation: Activation,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    *,
+    norm_bias: Tensor | None = None,
+    norm_offset: float = 0.0,
+    centred: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Experts, the addition of the residual and the norm that follow them, divided.
+
+    For more than few tokens on a GPU one kernel adds up a token's experts and the residual, rounds
+    once, and normalises. Elsewhere the sum of the experts is rounded before, too.
+
+    Args:
+        x: as of :func:`run_experts`, and so the next five.
+        ids: see ``x``.
+        weights: see ``x``.
+        gate_up: see ``x``.
+        down: see ``x``.
+        activation: see ``x``.
+        residual: ``[T, H]``, x's dtype, the last dimension contiguous.
+        norm_weight: ``[H]``, of the norm, contiguous.
+        eps: of the norm.
+        norm_bias: ``[H]``, of a LayerNorm, contiguous, or None.
+        norm_offset: added to an RMSNorm's weight.
+        centred: whether it is a LayerNorm, not an RMSNorm.
+
+    Returns:
+        The norm of the sum with the residual, and that sum, both ``[T, H]``.
+    """
+    if gpu_of(x.device) is not None and x.numel() and not _divides(x, ids, gate_up, down):
+        from engine_core.kernels.experts import triton
+
+        first: Any = gate_up
+        second: Any = down
+        return triton.run_experts_add_norm(
+            *(x, ids, weights, first, second, activation, residual, norm_weight, eps),
+            norm_bias=norm_bias,
+            norm_offset=norm_offset,
+            centred=centred,
         )
-    return reference.run_experts(x, ids, weights, matrices[0], matrices[1], activation)
+    out = run_experts(x, ids, weights, gate_up, down, activation)
+    if centred:
+        return layer_norm(out, norm_weight, norm_bias, eps, residual=residual)
+    return rms_norm(out, norm_weight, eps, residual=residual, offset=norm_offset)
+
+
+def _divides(x: Tensor | DeferredRMSNorm, ids: Tensor, gate_up: Any, down: Any) -> bool:
+    """Whether the kernels of few tokens take them, which may lack a norm's division."""
+    values = x if isinstance(x, Tensor) else x.values
+    numbers = isinstance(gate_up, Tensor) and isinstance(down, Tensor)
+    tokens, top_k = ids.shape
+    return numbers and are_few_tokens(tokens, top_k, len(down), gpu_of(values.device))

@@ -8,6 +8,7 @@ So few pairs that hardly two share an expert are not grouped at all.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from engine_core.kernels.activation.triton import activated
+from engine_core.kernels.experts import sizes
 from engine_core.kernels.experts.few import triton as few
+from engine_core.kernels.experts.few.triton import inverse_of, load_squares
 from engine_core.kernels.launch.triton import (
     arrival_counts,
     arrives_last,
@@ -24,9 +27,11 @@ from engine_core.kernels.launch.triton import (
     pdl_options,
     wait,
 )
-from engine_core.kernels.linear import Activation, Fp8Weight, GroupWeight
+from engine_core.kernels.linear import Activation, DeferredRMSNorm, Fp8Weight, GroupWeight
 from engine_core.kernels.linear.coded import CodedWeight
 from engine_core.kernels.linear.readers.triton import GroupReader
+from engine_core.kernels.linear.reference import taken_apart
+from engine_core.kernels.norm.triton import sum_add_norm
 
 if TYPE_CHECKING:
     from engine_core.kernels.experts import Routing
@@ -34,10 +39,6 @@ if TYPE_CHECKING:
 # Pairs that a program looks through at a time: all of a decode step's, as a rule, since each turn
 # is two waits for memory. Fewer pairs take the smaller, and so two kernels are compiled.
 _CHUNKS = (512, 2048)
-# Experts whose scores one warp looks through.
-_WARP_EXPERTS = 256
-# Tokens whose router is a kernel of ours, and bytes of its matrix that a program has in registers.
-_MOST_ROUTED, _ROUTER_BYTES = 16, 8192
 # The tile of deterministic mode, whatever the pairs: how K is cut decides how sums are rounded.
 _ONE_TILE = (64, 64, 128, 4, 3)
 
@@ -191,6 +192,8 @@ def _route_kernel(
     matrix_bias_ptr,
     bias_ptr,
     slots_ptr,
+    squares_ptr,
+    eps,
     stride,
     scale,
     H,
@@ -205,9 +208,14 @@ def _route_kernel(
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     GROUP_SCORES: tl.constexpr,
+    SQUARES: tl.constexpr,
+    BLOCK_SQUARES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_N experts' logits of one token; the last program of a token to arrive chooses."""
+    """BLOCK_N experts' logits of one token; the last program of a token to arrive chooses.
+
+    With SQUARES, x still lacks RMSNorm's division, which the logits make up for.
+    """
     launch_dependents(PDL)
     row = tl.program_id(1).to(tl.int64)
     numbers = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -216,8 +224,11 @@ def _route_kernel(
     # The matrix is older than all kernels: it waits for x in registers.
     matrix = tl.load(matrix_ptr + numbers[:, None] * H + cols[None, :], mask=mask, other=0.0)
     wait(PDL)
+    squares = load_squares(squares_ptr, row, SQUARES, BLOCK_SQUARES)
     x = tl.load(x_ptr + row * stride + cols, mask=cols < H, other=0.0).to(tl.float32)
     logits = tl.sum(matrix.to(tl.float32) * x[None, :], axis=1)
+    if SQUARES:
+        logits *= inverse_of(squares, H, eps)
     if matrix_bias_ptr is not None:
         logits += tl.load(matrix_bias_ptr + numbers, mask=numbers < E, other=0.0).to(tl.float32)
     # Rounded where a linear rounds.
@@ -266,7 +277,7 @@ def _choice(tokens: int, num_experts: int, routing: Routing, device: torch.devic
             "GROUPS": routing.groups,
             "TOP_GROUPS": routing.top_groups,
             "GROUP_SCORES": routing.group_scores,
-            "num_warps": 1 if num_experts <= _WARP_EXPERTS else 4,
+            "num_warps": 1 if num_experts <= sizes.WARP_EXPERTS else 4,
             **pdl_options(device),
         },
     )
@@ -285,15 +296,8 @@ def choose_experts(
     return ids, weights
 
 
-def fits_route(rows: int, matrix: Tensor) -> bool:
-    """Whether :func:`route` takes so many rows: the matrix is read again for each of them."""
-    num_experts, hidden = matrix.shape
-    row_bytes = triton.next_power_of_2(hidden) * matrix.itemsize
-    return 0 < rows <= _MOST_ROUTED and num_experts <= _WARP_EXPERTS and row_bytes <= _ROUTER_BYTES
-
-
 def route(
-    x: Tensor,
+    x: Tensor | DeferredRMSNorm,
     matrix: Tensor,
     matrix_bias: Tensor | None,
     routing: Routing,
@@ -301,28 +305,32 @@ def route(
     slots: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`engine_core.kernels.route`, where it fits."""
-    tokens, hidden = x.shape
+    values, squares, eps = taken_apart(x)
+    tokens, hidden = values.shape
     num_experts = len(matrix)
-    ids, weights, constants = _choice(tokens, num_experts, routing, x.device)
+    ids, weights, constants = _choice(tokens, num_experts, routing, values.device)
     block_h = triton.next_power_of_2(hidden)
-    block_n = max(1, min(16, _ROUTER_BYTES // (block_h * matrix.itemsize)))
-    if x.stride(1) != 1:
-        x = x.contiguous()
+    block_n = max(1, min(16, sizes.ROUTER_BYTES // (block_h * matrix.itemsize)))
+    if values.stride(1) != 1:
+        values = values.contiguous()
     _route_kernel[(triton.cdiv(num_experts, block_n), tokens)](
         ids,
         weights,
-        torch.empty((tokens, num_experts), dtype=torch.float32, device=x.device),
-        arrival_counts(x.device, tokens),
-        x,
+        torch.empty((tokens, num_experts), dtype=torch.float32, device=values.device),
+        arrival_counts(values.device, tokens),
+        values,
         matrix,
         matrix_bias,
         bias,
         slots,
-        x.stride(0),
+        squares,
+        eps,
+        values.stride(0),
         routing.scale,
         hidden,
         BLOCK_N=block_n,
         BLOCK_H=block_h,
+        **few.squares_options(squares),
         **constants,
     )
     return ids, weights
@@ -582,7 +590,7 @@ def _tiles(pairs: int, num_experts: int) -> tuple[int, int, int, int, int]:
 
 
 def run_experts(
-    x: Tensor,
+    x: Tensor | DeferredRMSNorm,
     ids: Tensor,
     weights: Tensor,
     gate_up: Tensor | CodedWeight,
@@ -590,34 +598,109 @@ def run_experts(
     activation: Activation,
     deterministic: bool = False,
 ) -> Tensor:
-    """See :func:`engine_core.kernels.run_experts`."""
-    tokens, hidden = x.shape
-    top_k, pairs = ids.shape[1], ids.numel()
-    num_experts = _rows(down) // hidden
-    inter = _rows(gate_up) // num_experts // 2
+    """See :func:`engine_core.kernels.run_experts`; x lacks a division only if they are few."""
+    if isinstance(x, Tensor) and not x.numel():
+        return torch.empty_like(x)
+    ids, weights = ids.contiguous(), weights.contiguous()
+    tokens, top_k = ids.shape
+    # In deterministic mode how many rows there are would decide how sums are rounded.
+    if (
+        isinstance(gate_up, Tensor)
+        and isinstance(down, Tensor)
+        and not deterministic
+        and sizes.are_few(tokens, top_k, len(down))
+    ):
+        return few.run_experts(_contiguous(x), ids, weights, gate_up, down, activation)[0]
+    assert isinstance(x, Tensor), "only the kernels of few tokens make up for a division"
+    results = _results(x, ids, weights, gate_up, down, activation, deterministic)
     out = torch.empty_like(x)
-    if not pairs:
-        return out
-    x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
-    # Here how many rows there are decides how sums are rounded.
-    few_rows = not deterministic and few.fits(tokens, top_k, num_experts)
-    if few_rows and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
-        return few.run_experts(x, ids, weights, gate_up, down, activation)
-    tile = _ONE_TILE if deterministic else _tiles(pairs, num_experts)
-    groups = group_pairs(ids, num_experts, tile[0])
-    between = torch.empty((pairs, inter), dtype=x.dtype, device=x.device)
-    results = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
-    _multiply(between, x, gate_up, weights, groups, tile, top_k, activation)
-    _multiply(results, between, down, weights, groups, tile, 1, None)
+    hidden = x.shape[1]
     block = min(1024, triton.next_power_of_2(hidden))
     _add_up_kernel[(tokens, triton.cdiv(hidden, block))](
-        *(out, results, ids, num_experts, hidden),
+        *(out, results, ids, _rows(down) // hidden, hidden),
         TOP_K=top_k,
         BLOCK=block,
         num_warps=4,
         **pdl_options(x.device),
     )
     return out
+
+
+def run_experts_add(
+    x: Tensor | DeferredRMSNorm,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Activation,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    norm_offset: float,
+) -> tuple[DeferredRMSNorm, Tensor]:
+    """See :func:`engine_core.kernels.run_experts_add`, of few tokens."""
+    given = (_contiguous(x), ids.contiguous(), weights.contiguous(), gate_up, down, activation)
+    values, added = few.run_experts(*given, (residual, norm_weight, norm_offset))
+    assert added is not None, "there is a residual"
+    return DeferredRMSNorm(values, added.squares, eps), added.total
+
+
+def run_experts_add_norm(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor | CodedWeight,
+    down: Tensor | CodedWeight,
+    activation: Activation,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    *,
+    norm_bias: Tensor | None,
+    norm_offset: float,
+    centred: bool,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`engine_core.kernels.run_experts_add_norm`, of more than few tokens."""
+    ids, weights = ids.contiguous(), weights.contiguous()
+    results = _results(x, ids, weights, gate_up, down, activation, deterministic=False)
+    hidden = x.shape[1]
+    return sum_add_norm(
+        results.view(*ids.shape, hidden).transpose(0, 1),
+        *(None, residual, norm_weight, eps),
+        norm_bias=norm_bias,
+        centred=centred,
+        offset=norm_offset,
+        chosen=(ids, _rows(down) // hidden),
+    )
+
+
+def _results(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor | CodedWeight,
+    down: Tensor | CodedWeight,
+    activation: Activation,
+    deterministic: bool,
+) -> Tensor:
+    """Each pair's result times its weight, ``[pairs, H]``; anything for pairs of no expert."""
+    hidden = x.shape[1]
+    top_k, pairs = ids.shape[1], ids.numel()
+    num_experts = _rows(down) // hidden
+    inter = _rows(gate_up) // num_experts // 2
+    tile = _ONE_TILE if deterministic else _tiles(pairs, num_experts)
+    groups = group_pairs(ids, num_experts, tile[0])
+    between = torch.empty((pairs, inter), dtype=x.dtype, device=x.device)
+    results = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
+    _multiply(between, x.contiguous(), gate_up, weights, groups, tile, top_k, activation)
+    _multiply(results, between, down, weights, groups, tile, 1, None)
+    return results
+
+
+def _contiguous(x: Tensor | DeferredRMSNorm) -> Tensor | DeferredRMSNorm:
+    if isinstance(x, Tensor):
+        return x.contiguous()
+    return replace(x, values=x.values.contiguous())
 
 
 def _rows(weight: Tensor | CodedWeight) -> int:

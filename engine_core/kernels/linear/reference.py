@@ -31,6 +31,15 @@ class DeferredRMSNorm:
     squares: Tensor
     eps: float
 
+    def inverse(self) -> Tensor:
+        """One by the root mean square, ``[..., 1]`` float32."""
+        mean = self.squares.sum(-1) / self.values.shape[-1]
+        return torch.rsqrt(mean + self.eps).view(*self.values.shape[:-1], 1)
+
+    def divided(self) -> Tensor:
+        """The norm's result, ``[..., K]``."""
+        return (self.values.float() * self.inverse()).to(self.values.dtype)
+
 
 def taken_apart(x: Tensor | DeferredRMSNorm) -> tuple[Tensor, Tensor | None, float]:
     """Its values, and what they lack: squares, None if there is nothing to divide by, and eps."""
@@ -57,14 +66,11 @@ def linear(
     activation: Activation | None = None,
 ) -> Tensor:
     """``x @ weight.T + bias``, divided if x still has to be, and its activation."""
-    values, squares, eps = taken_apart(x)
-    if squares is None:
-        out = F.linear(values, weight, bias)
+    if isinstance(x, Tensor):
+        out = F.linear(x, weight, bias)
     else:
-        mean = squares.sum(-1) / values.shape[-1]
-        inverse = torch.rsqrt(mean + eps).view(*values.shape[:-1], 1)
-        out = F.linear(values.float(), weight.float()) * inverse
-        out = (out if bias is None else out + bias.float()).to(values.dtype)
+        out = F.linear(x.values.float(), weight.float()) * x.inverse()
+        out = (out if bias is None else out + bias.float()).to(x.values.dtype)
     return activate(out, gated, activation)
 
 
@@ -78,7 +84,14 @@ def linear_add(
     norm_offset: float = 0.0,
 ) -> tuple[DeferredRMSNorm, Tensor]:
     """The sum times the norm's weight, with its squares ``[rows, 1]``, and the sum."""
-    total = F.linear(x, weight, bias) + residual
+    return add_deferred(F.linear(x, weight, bias), residual, norm_weight, eps, norm_offset)
+
+
+def add_deferred(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, norm_offset: float = 0.0
+) -> tuple[DeferredRMSNorm, Tensor]:
+    """``x + residual`` times the norm's weight, with its squares ``[rows, 1]``, and that sum."""
+    total = x + residual
     total32 = total.float()
     squares = total32.square().sum(-1).reshape(-1, 1)
     values = (total32 * (norm_offset + norm_weight.float())).to(x.dtype)

@@ -10,6 +10,26 @@ from torch import Tensor
 from engine_core.kernels.launch.triton import launch_dependents, pdl_options, wait
 
 
+@triton.jit
+def _load_part(
+    ptrs,
+    mask,
+    chosen_ptr,
+    rows,
+    num_rows,
+    num_chosen,
+    part: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """A part of the rows in float32; zeros, whatever is there, where nothing was chosen."""
+    x = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    if chosen_ptr is not None:
+        # Looked at beside the numbers, not before them: one wait for memory and not two.
+        chosen = tl.load(chosen_ptr + rows * PARTS + part, mask=rows < num_rows, other=-1)
+        x = tl.where(((chosen >= 0) & (chosen < num_chosen))[:, None], x, 0.0)
+    return x
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm_kernel(
     x_ptr,
@@ -19,12 +39,14 @@ def _norm_kernel(
     residual_ptr,
     weight_ptr,
     bias_ptr,
+    chosen_ptr,
     out_ptr,
     total_ptr,
     num_rows,
     inner_rows,
     x_strides,
     residual_strides,
+    num_chosen,
     eps,
     H: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -34,7 +56,11 @@ def _norm_kernel(
     OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x is the sum of PARTS tensors, perhaps times scales, and perhaps of a bias of its own."""
+    """x is the sum of PARTS tensors, perhaps times scales, and perhaps of a bias of its own.
+
+    Where there are ``chosen [num_rows, PARTS]``, a part of a row counts if its number is one of 0
+    to ``num_chosen`` - 1.
+    """
     launch_dependents(PDL)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_H)
@@ -46,10 +72,10 @@ def _norm_kernel(
     wait(PDL)
     x_rows = outer * x_strides[1] + inner * x_strides[2]
     x_ptrs = x_ptr + x_rows[:, None] + cols[None, :]
-    x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
-    for _ in tl.static_range(1, PARTS):
+    x = _load_part(x_ptrs, mask, chosen_ptr, rows, num_rows, num_chosen, 0, PARTS)
+    for part in tl.static_range(1, PARTS):
         x_ptrs += x_strides[0]
-        x += tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+        x += _load_part(x_ptrs, mask, chosen_ptr, rows, num_rows, num_chosen, part, PARTS)
     if row_scales_ptr is not None:
         x *= tl.load(row_scales_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
         x *= tl.load(col_scales_ptr + cols, mask=cols < H, other=0.0)[None, :]
@@ -113,12 +139,15 @@ def sum_add_norm(
     centred: bool = False,
     offset: float = 0.0,
     scales: tuple[Tensor, Tensor] | None = None,
+    chosen: tuple[Tensor, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Norm of ``residual [..., H]``, ``bias [H]`` and ``partial [parts, rows, H]`` added up.
 
     The sum is float32, the parts in their order first, and rounded once. ``scales``, of the rows
-    and ``[H]`` of the columns, float32, multiply the sum of the parts. Returns the result and the
-    sum of all, both of residual's shape and dtype.
+    and ``[H]`` of the columns, float32, multiply the sum of the parts. ``chosen`` has numbers
+    ``[rows, parts]`` int32, contiguous, and how many there are: a part of a row whose number is
+    none of them adds nothing, whatever is there. Returns the result and the sum of all, both of
+    residual's shape and dtype.
     """
     out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
     total = torch.empty_like(out)
@@ -126,7 +155,7 @@ def sum_add_norm(
         return out, total
     residual = residual.reshape(1, *partial.shape[1:])
     given = (partial[:, None], bias, scales, residual, weight, norm_bias, eps, out, total)
-    _launch(*given, centred=centred, offset=offset)
+    _launch(*given, centred=centred, offset=offset, chosen=chosen)
     return out, total
 
 
@@ -143,6 +172,7 @@ def _launch(
     *,
     centred: bool,
     offset: float,
+    chosen: tuple[Tensor, int] | None = None,
 ) -> None:
     """Fill ``out`` and ``total`` from ``x [parts, outer, inner, H]``, not empty.
 
@@ -157,6 +187,7 @@ def _launch(
     # per-head norms (H = 128) do not launch a program for every head. For fewer rows too: a row's
     # sum is added up in the same order however many there are.
     block_rows = max(1, 2048 // block_h)
+    ids, num_chosen = chosen or (None, 0)
     _norm_kernel[(triton.cdiv(num_rows, block_rows),)](
         x,
         x_bias,
@@ -164,6 +195,7 @@ def _launch(
         residual,
         weight,
         bias,
+        ids,
         out,
         total,
         num_rows,
@@ -171,6 +203,7 @@ def _launch(
         # A stride that is not used is always the same: kernels are compiled for multiples of 16.
         (x.stride(0) if parts > 1 else 0, *x.stride()[1:3]),
         None if residual is None else residual.stride()[:2],
+        num_chosen,
         eps,
         H=hidden_size,
         BLOCK_H=block_h,

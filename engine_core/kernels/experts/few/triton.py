@@ -13,14 +13,37 @@ from torch import Tensor
 
 from engine_core.kernels.activation.triton import activated
 from engine_core.kernels.launch.triton import launch_dependents, pdl_options, wait
-from engine_core.kernels.linear import Activation
+from engine_core.kernels.linear import Activation, DeferredRMSNorm
+from engine_core.kernels.linear.epilogues.triton import Activated, Added, place_of
+from engine_core.kernels.linear.reference import taken_apart
+from engine_core.kernels.linear.tiles import Tile
 
-# Experts of a token whose tiles one program has in registers.
-_MOST_PLACES = 16
 # Of the first product: columns of a program, the columns of x that it multiplies by at a time, and
 # tiles in flight. Of the second: columns of a program, numbers of a tile of all places, and tiles.
 GATE_TILE = (2, 1024, 3)
 DOWN_TILE = (4, 8192, 3)
+
+
+@triton.jit
+def load_squares(squares_ptr, row, SQUARES: tl.constexpr, BLOCK_SQUARES: tl.constexpr):
+    """A row's sums of squares, ``[BLOCK_SQUARES]``; 0 if x lacks no division."""
+    squares = 0.0
+    if SQUARES:
+        parts = tl.arange(0, BLOCK_SQUARES)
+        squares = tl.load(squares_ptr + row * SQUARES + parts, mask=parts < SQUARES, other=0.0)
+    return squares
+
+
+@triton.jit
+def inverse_of(squares, K, eps):
+    """One by the root mean square of a row of K numbers."""
+    return 1.0 / tl.sqrt(tl.sum(squares, axis=0) / K + eps)
+
+
+def squares_options(squares: Tensor | None) -> dict[str, int]:
+    """The constants of :func:`load_squares` for ``squares [rows, parts]``."""
+    parts = 0 if squares is None else squares.shape[1]
+    return {"SQUARES": parts, "BLOCK_SQUARES": triton.next_power_of_2(max(1, parts))}
 
 
 @triton.jit
@@ -29,11 +52,15 @@ def _gate_kernel(
     x_ptr,
     weight_ptr,
     ids_ptr,
+    squares_ptr,
+    eps,
     E,
     N,
     K,
     TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    SQUARES: tl.constexpr,
+    BLOCK_SQUARES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -42,12 +69,14 @@ def _gate_kernel(
 ):
     """BLOCK_N columns of a pair: ``out [pairs, N]``; an expert's weight has 2 N rows.
 
-    The next kernel is launched after this one waited, so that it may read the ids before it waits.
+    With SQUARES, x still lacks RMSNorm's division, which is made up for before the activation. The
+    next kernel is launched after this one waited, so that it may read the ids before it waits.
     """
     wait(PDL)
     launch_dependents(PDL)
     pair = tl.program_id(1)
     expert = tl.load(ids_ptr + pair)
+    squares = load_squares(squares_ptr, pair // TOP_K, SQUARES, BLOCK_SQUARES)
     if (expert >= 0) & (expert < E):
         cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         # Rows beyond the last one read it once more: loads of the weight need no mask.
@@ -64,7 +93,13 @@ def _gate_kernel(
             x = tl.load(x_ptrs + start, mask=mask, other=other).to(tl.float32)
             acc += tl.load(w_ptrs + start, mask=mask, other=other).to(tl.float32) * x
             up += tl.load(up_ptrs + start, mask=mask, other=other).to(tl.float32) * x
-        result = activated(tl.sum(acc, axis=1), ACTIVATION) * tl.sum(up, axis=1)
+        gates = tl.sum(acc, axis=1)
+        ups = tl.sum(up, axis=1)
+        if SQUARES:
+            inverse = inverse_of(squares, K, eps)
+            gates *= inverse
+            ups *= inverse
+        result = activated(gates, ACTIVATION) * ups
         out_ptrs = out_ptr + pair.to(tl.int64) * N + cols
         tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=cols < N)
 
@@ -77,7 +112,7 @@ def _load_tile(ptrs, there, places, K, EVEN_K: tl.constexpr):
 
 @triton.jit
 def _down_kernel(
-    out_ptr,
+    epilogue,
     x_ptr,
     weight_ptr,
     weights_ptr,
@@ -93,9 +128,10 @@ def _down_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_N columns of a token's sum: ``out [tokens, N]``, of ``x [tokens * TOP_K, K]``."""
+    """BLOCK_N columns of a token's sum, of ``x [tokens * TOP_K, K]``, for the epilogue."""
     launch_dependents(PDL)
-    row = tl.program_id(1)
+    tile, row = tl.program_id(0), tl.program_id(1)
+    place = place_of(epilogue, tile, row.to(tl.int64), tl.num_programs(1), N, 1, BLOCK_N)
     chosen = tl.arange(0, BLOCK_P)
     pairs = row * TOP_K + chosen
     # Written by a kernel that was complete before this one was launched, as the weights were.
@@ -103,42 +139,47 @@ def _down_kernel(
     valid = (ids >= 0) & (ids < E)
     scales = tl.load(weights_ptr + pairs, mask=valid, other=0.0, cache_modifier=".cg")
     there = valid[:, None, None]
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    w_rows = ids.to(tl.int64)[:, None] * N + tl.minimum(cols, N - 1)[None, :]
+    w_rows = ids.to(tl.int64)[:, None] * N + tl.minimum(place.cols, N - 1)[None, :]
     places = tl.arange(0, BLOCK_K)
     w_ptrs = weight_ptr + w_rows[:, :, None] * K + places[None, None, :]
     x_ptrs = x_ptr + pairs.to(tl.int64)[:, None, None] * K + places[None, None, :]
     # The first tile waits for x in registers.
     w = _load_tile(w_ptrs, there, places, K, EVEN_K)
     wait(PDL)
+    asked = epilogue.ask(epilogue, place)
     acc = w.to(tl.float32) * _load_tile(x_ptrs, there, places, K, EVEN_K).to(tl.float32)
     for start in tl.range(BLOCK_K, K, BLOCK_K, num_stages=STAGES):
         x = _load_tile(x_ptrs + start, there, start + places, K, EVEN_K)
         w = _load_tile(w_ptrs + start, there, start + places, K, EVEN_K)
         acc += w.to(tl.float32) * x.to(tl.float32)
-    total = tl.sum(tl.sum(acc, axis=2) * scales[:, None], axis=0)
-    tl.store(
-        out_ptr + row.to(tl.int64) * N + cols, total.to(out_ptr.dtype.element_ty), mask=cols < N
-    )
-
-
-def fits(tokens: int, top_k: int, num_experts: int) -> bool:
-    """Whether so few tokens hardly ever share an expert; its weight is read for each."""
-    return top_k <= _MOST_PLACES and tokens * top_k <= max(top_k, num_experts // 4)
+    total = tl.sum(tl.sum(acc, axis=2) * scales[:, None], axis=0)[None, :]
+    epilogue.finish(epilogue, asked, place, total, total)
 
 
 def run_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: Activation
-) -> Tensor:
-    """See :func:`engine_core.kernels.run_experts`; all are contiguous, and there are tokens."""
-    tokens, hidden = x.shape
+    x: Tensor | DeferredRMSNorm,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Activation,
+    added: tuple[Tensor, Tensor, float] | None = None,
+) -> tuple[Tensor, Added | None]:
+    """See :func:`engine_core.kernels.run_experts`; all are contiguous, and there are tokens.
+
+    With ``added``, a residual ``[tokens, H]``, an RMSNorm's weight and what is added to that, the
+    result is what :func:`engine_core.kernels.run_experts_add` gives; the sum and the squares are
+    the epilogue's.
+    """
+    values, squares, eps = taken_apart(x)
+    tokens, hidden = values.shape
     num_experts, _, inter = down.shape
-    top_k, device = ids.shape[1], x.device
-    between = torch.empty((ids.numel(), inter), dtype=x.dtype, device=device)
+    top_k, device = ids.shape[1], values.device
+    between = torch.empty((ids.numel(), inter), dtype=values.dtype, device=device)
     block_n, block_k, stages = GATE_TILE
     block_k = _step(hidden, block_k)
     _gate_kernel[(triton.cdiv(inter, block_n), ids.numel())](
-        *(between, x, gate_up, ids, num_experts, inter, hidden),
+        *(between, values, gate_up, ids, squares, eps, num_experts, inter, hidden),
         TOP_K=top_k,
         ACTIVATION=activation,
         BLOCK_N=block_n,
@@ -146,14 +187,18 @@ def run_experts(
         EVEN_K=hidden % block_k == 0,
         STAGES=stages,
         num_warps=4,
+        **squares_options(squares),
         **pdl_options(device),
     )
-    out = torch.empty_like(x)
     block_n, numbers, stages = DOWN_TILE
     block_p = triton.next_power_of_2(top_k)
     block_k = _step(inter, numbers // (block_p * block_n))
+    epilogue: Activated | Added = Activated.of(values, hidden)
+    if added is not None:
+        residual, norm_weight, offset = added
+        epilogue = Added.of(residual, norm_weight, Tile(block_n, block_k), offset)
     _down_kernel[(triton.cdiv(hidden, block_n), tokens)](
-        *(out, between, down, weights, ids, num_experts, hidden, inter),
+        *(epilogue, between, down, weights, ids, num_experts, hidden, inter),
         TOP_K=top_k,
         BLOCK_P=block_p,
         BLOCK_N=block_n,
@@ -163,7 +208,7 @@ def run_experts(
         num_warps=4,
         **pdl_options(device),
     )
-    return out
+    return epilogue.out, epilogue if isinstance(epilogue, Added) else None
 
 
 def _step(size: int, most: int) -> int:
