@@ -22,6 +22,7 @@ from engine_core.nn.epilogue import (
     AddNorm,
     Call,
     CosSin,
+    Declines,
     Deferral,
     Divide,
     Epilogue,
@@ -54,7 +55,7 @@ class Branch(Module):
     # Whether the first linear may fuse it, as far as is known.
     _asks = True
 
-    def ends(self) -> tuple[Linear, Epilogue, Linear]:
+    def ends(self) -> tuple[Declines, Epilogue, Declines]:
         """The first linear, its epilogue, and the last linear."""
         raise NotImplementedError(f"{type(self).__name__} does not say what its linears are")
 
@@ -147,6 +148,10 @@ class FeedForward(Branch):
     """A linear, an activation, and a linear back; see :class:`GatedMLP` and :class:`MLP`."""
 
     act: nn.Module
+
+    def ends(self) -> tuple[Linear, Epilogue, Linear]:
+        """The first linear, which is activated, and the last."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what its linears are")
 
     def forward(self, x: Tensor | DeferredRMSNorm, *then: Any) -> Any:
         """``[1, T, H]`` to ``[1, T, H]``."""
@@ -396,7 +401,7 @@ class _Joint:
 _PROBED_ROWS = (1, 2, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 4096)
 
 
-def _ever_fuses(linear: Linear, epilogue: Epilogue, gpu: GPU | None) -> bool:
+def _ever_fuses(linear: Declines, epilogue: Epilogue, gpu: GPU | None) -> bool:
     calls = (Call(rows, linear.dtype, gpu) for rows in _PROBED_ROWS)
     return any(linear.declined(epilogue, call) is None for call in calls)
 

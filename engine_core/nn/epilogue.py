@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,17 @@ class Call(NamedTuple):
     def of(cls, x: Tensor) -> Call:
         """The call with ``x [..., K]``."""
         return cls(x.numel() // x.shape[-1], x.dtype, gpu_of(x.device))
+
+
+class Declines(Protocol):
+    """A linear, or a block of several, which epilogues may be part of."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the activations."""
+
+    def declined(self, epilogue: Epilogue, call: Call) -> str | None:
+        """The reason why an epilogue is not fused in such a call; None if it is."""
 
 
 class Epilogue(ABC):
@@ -223,15 +234,15 @@ class Deferral:
     """Two neighbouring linears, of which the second may make up for the division between them.
 
     Attributes:
-        before: the linear that adds the residual.
+        before: the linear, or the experts, that add the residual.
         leaving: its epilogue without the division.
-        after: the linear that takes the norm's result.
+        after: the linear, or the experts, that take the norm's result.
         making_up: that one's epilogue after the division.
     """
 
-    before: Linear
+    before: Declines
     leaving: AddNorm
-    after: Linear
+    after: Declines
     making_up: Divide
 
     def declined(self, call: Call) -> str | None:

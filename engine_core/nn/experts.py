@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from engine_core.errors import OptionError
-from engine_core.kernels import Routing, choose_experts, route, run_experts
+from engine_core.kernels import (
+    DeferredRMSNorm,
+    Routing,
+    are_few_tokens,
+    choose_experts,
+    fits_route,
+    route,
+    run_experts,
+    run_experts_add,
+    run_experts_add_norm,
+)
 from engine_core.nn.activation import build_gated_activation
-from engine_core.nn.blocks import GatedMLP
+from engine_core.nn.blocks import Branch, GatedMLP
 from engine_core.nn.distributed import all_reduce, divide
+from engine_core.nn.epilogue import AddNorm, Call, Divide, Epilogue
 from engine_core.nn.linear import (
     Linear,
     LinearMethod,
@@ -21,6 +33,7 @@ from engine_core.nn.linear import (
 )
 from engine_core.nn.loading import ShapeMismatchError, empty_parameter
 from engine_core.nn.module import Module
+from engine_core.nn.norm import LayerNorm, RMSNorm
 from engine_core.nn.packing import PackedMatrix
 from engine_core.step_context import AttentionMetadata, current_build_context
 
@@ -195,16 +208,40 @@ class Experts(Module):
 
         ``ids`` and ``weights`` are those of :class:`Router`.
         """
+        out: Tensor = self.run(x, ids, weights)
+        return out
+
+    def run(
+        self,
+        x: Tensor | DeferredRMSNorm,
+        ids: Tensor,
+        weights: Tensor,
+        add: AddNorm | None = None,
+        residual: Tensor | None = None,
+    ) -> Any:
+        """As :meth:`forward`, for a caller who knows that kernels take more, without hooks.
+
+        x may lack a norm's division. With an epilogue the result is the epilogue's, of the sum and
+        ``residual [T, H]``.
+        """
         first = self.gate_up_proj.first_expert
-        return run_experts(
+        given: Any = (
             x,
             ids - first if first else ids,
             weights,
             self.gate_up_proj.operand,
             self.down_proj.operand,
-            self.act.activation,  # type: ignore[arg-type]
-            deterministic=self.deterministic,
+            self.act.activation,
         )
+        if add is None:
+            return run_experts(*given, deterministic=self.deterministic)
+        norm: Any = add.norm
+        given += (residual, norm.weight, norm.eps)
+        if add.deferred:
+            return run_experts_add(*given, norm_offset=norm.offset)
+        if isinstance(norm, LayerNorm):
+            return run_experts_add_norm(*given, norm_bias=norm.bias, centred=True)
+        return run_experts_add_norm(*given, norm_offset=norm.offset)
 
 
 class Router(Linear):
@@ -256,30 +293,54 @@ class Router(Linear):
         if correction_bias:
             self.e_score_correction_bias = empty_parameter(num_experts, dtype=torch.float32)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether :func:`engine_core.kernels.route` is what it computes."""
+        # A linear of more rows, or of another arithmetic, may have another order of sums.
+        plain = self.packed is None and type(self.method) is UnquantizedLinearMethod
+        return plain and not self.context.deterministic
+
     def forward(  # type: ignore[override]
-        self, x: Tensor, slots: Tensor | None = None
+        self, x: Tensor | DeferredRMSNorm, slots: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """``x [T, H]`` to ids ``[T, top_k]`` int32 and weights ``[T, top_k]`` float32.
 
-        ``slots [T]``: where it is negative, a token is padding and its ids are -1.
+        ``slots [T]``: where it is negative, a token is padding and its ids are -1. x lacks a norm's
+        division only where :attr:`is_plain` holds.
         """
-        # A linear of more rows, or of another arithmetic, may have another order of sums.
-        plain = self.packed is None and type(self.method) is UnquantizedLinearMethod
-        if plain and not self.context.deterministic:
+        if self.is_plain:
             bias = self.e_score_correction_bias
             return route(x, self.weight, self.bias, self.routing, bias, slots)
+        assert isinstance(x, Tensor), "a router of another arithmetic takes a divided norm"
         logits = super().forward(x.float() if self.wide else x)
         return choose_experts(logits, self.routing, self.e_score_correction_bias, slots)
 
 
-class SparseMoE(Module):
+@dataclass(frozen=True, slots=True, eq=False)
+class Chosen(Epilogue):
+    """The choice of experts, which follows a router's product; asked of a :class:`SparseMoE`."""
+
+    def plain(self, layer: Any, x: Tensor, *operands: Any) -> tuple[Tensor, Tensor]:
+        """Ids and weights, by the router."""
+        chosen: tuple[Tensor, Tensor] = layer.gate(x, *operands)
+        return chosen
+
+    def __str__(self) -> str:
+        return "choice of experts"
+
+
+class SparseMoE(Branch):
     """A feed-forward block of experts: a router's choice of them, and perhaps a shared one.
 
     Ranks split each expert or, if the build context says so, have whole experts. Either way one sum
     over the ranks follows.
 
+    It answers for its linears itself (:meth:`declined`): for few tokens on a GPU its kernels take a
+    norm without its division, and end with the residual and the next one.
+
     Attributes:
         takes_metadata: that ``forward`` wants the step's metadata too.
+        dtype: of the activations.
     """
 
     takes_metadata = True
@@ -330,6 +391,7 @@ class SparseMoE(Module):
         super().__init__()
         self.context = current_build_context()
         self.input_width = hidden_size
+        self._num_experts, self._top_k = num_experts, top_k
         routing = Routing(top_k, scoring, renormalize, groups, top_groups, group_scores, scale)
         self.gate = Router(
             hidden_size,
@@ -340,27 +402,104 @@ class SparseMoE(Module):
             wide=wide_router,
         )
         self.experts = Experts(num_experts, hidden_size, intermediate_size, activation)
+        self.dtype = self.experts.gate_up_proj.dtype
         self.shared_expert = self.shared_expert_gate = None
         if shared_size is not None:
             self.shared_expert = GatedMLP(hidden_size, shared_size, activation)
             if shared_gate:
                 self.shared_expert_gate = build_replicated_linear(hidden_size, 1)
 
-    def forward(self, x: Tensor, attn_metadata: AttentionMetadata | None = None) -> Tensor:
+    def ends(self) -> tuple[SparseMoE, Chosen, SparseMoE]:
+        """The block itself, which answers for the router, and for the experts."""
+        if self._epilogue is None:
+            self._epilogue = Chosen()
+        return self, self._epilogue, self
+
+    def declined(self, epilogue: Epilogue, call: Call) -> str | None:
+        """The reason why an epilogue is not fused in such a call; None if it is."""
+        if call.gpu is None:
+            return "no kernel on this device fuses it"
+        if self.context.deterministic:
+            return "in batch-invariant mode every number of rows has the same kernels"
+        if not isinstance(epilogue, Chosen | Divide | AddNorm):
+            return f"no kernel does {epilogue}"
+        if isinstance(epilogue, Chosen | Divide):
+            router = self.gate
+            if not router.is_plain:
+                return "the router has an arithmetic of its own"
+            if not fits_route(call.rows, router.weight, router.routing, call.gpu):
+                return "for so many rows the router is a linear, and the choice a kernel"
+            if isinstance(epilogue, Chosen):
+                return None
+        if self.shared_expert is not None:
+            return "a shared expert has linears of its own"
+        projections = (self.experts.gate_up_proj, self.experts.down_proj)
+        plain = UnquantizedLinearMethod
+        numbers = all(each.packed is None and type(each.method) is plain for each in projections)
+        # An expert is split by rows or columns; by experts a rank has some.
+        few = are_few_tokens(call.rows, self._top_k, projections[0].num_local, call.gpu)
+        if isinstance(epilogue, AddNorm):
+            return self._declined_norm(epilogue, numbers and few)
+        if call.dtype is not torch.bfloat16:
+            return "without the division float16 could overflow"
+        return None if numbers and few else "the experts of so many rows, or of codes, are grouped"
+
+    def _declined_norm(self, epilogue: AddNorm, few: bool) -> str | None:
+        if self.context.tp_size > 1:
+            return "the sum over the ranks comes before it"
+        if epilogue.before is not None:
+            return "the sum of experts has a norm of its own"
+        forward = type(epilogue.norm).forward
+        if forward not in (RMSNorm.forward, LayerNorm.forward):
+            return f"{type(epilogue.norm).__name__} is not a norm of a kernel"
+        if epilogue.deferred:
+            if forward is not RMSNorm.forward:
+                return "LayerNorm takes the mean away, which no later linear makes up for"
+            return None if few else "for so many rows the norm ends the sum of experts"
+        return "for so few rows the norm is left to divide, or alone" if few else None
+
+    def forward(
+        self,
+        x: Tensor | DeferredRMSNorm,
+        attn_metadata: AttentionMetadata | None = None,
+        *then: Any,
+    ) -> Any:
         """``[..., H]`` to ``[..., H]``; with the step's metadata, padding takes no experts."""
-        flat = x.flatten(0, -2)
+        values = x if isinstance(x, Tensor) else x.values
+        rows = values.flatten(0, -2)
+        flat = rows if isinstance(x, Tensor) else replace(x, values=rows)
         groups = () if attn_metadata is None else attn_metadata.groups
         ids, weights = self.gate(flat, groups[0].slot_mapping if groups else None)
-        out = self.experts(flat, ids, weights)
+        if then:
+            add, residual, _ = then
+            if self.declined(add, Call.of(values)) is None:
+                given = (flat, ids, weights, add, residual.flatten(0, -2))
+                normed, total = self.experts.run(*given)
+                return _like(normed, values), total.view(values.shape)
+        experts = self.experts if isinstance(flat, Tensor) else self.experts.run
+        out = experts(flat, ids, weights)
         if self.shared_expert is None:
-            return all_reduce(out, self.context).view(x.shape)
+            out = all_reduce(out, self.context)
+        else:
+            out = self._with_shared(flat, out)
+        out = out.view(values.shape)
+        return then[0].follow(out, then[1]) if then else out
+
+    def _with_shared(self, flat: Any, out: Tensor) -> Any:
+        """The sum of experts, over the ranks, with the shared expert's result."""
+        shared_expert: Any = self.shared_expert
         watched = self.watched
         # One sum over the ranks for both; a watched part gives its whole result.
-        shared = self.shared_expert(flat) if watched else self.shared_expert.partial(flat)
+        shared = shared_expert(flat) if watched else shared_expert.partial(flat)
         if self.shared_expert_gate is not None:
             shared = shared * self.shared_expert_gate(flat).sigmoid()
         if watched:
-            out = all_reduce(out, self.context) + shared
-        else:
-            out = all_reduce(out + shared, self.context)
-        return out.view(x.shape)
+            return all_reduce(out, self.context) + shared
+        return all_reduce(out + shared, self.context)
+
+
+def _like(x: Tensor | DeferredRMSNorm, values: Tensor) -> Tensor | DeferredRMSNorm:
+    """x in the shape of ``values``."""
+    if isinstance(x, Tensor):
+        return x.view(values.shape)
+    return replace(x, values=x.values.view(values.shape))

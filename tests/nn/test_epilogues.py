@@ -24,6 +24,7 @@ from engine_core.nn import (
     LayerNorm,
     RMSNorm,
     SelfAttention,
+    SparseMoE,
     build_qkv_proj,
 )
 from engine_core.nn.blocks import agree, link_layers
@@ -41,6 +42,10 @@ OPERATIONS = {
     "norm": ("rms_norm", "layer_norm"),
     "activation": ("silu_and_mul", "gelu_and_mul"),
     "attention": ("paged_attention", "store_kv"),
+    "experts": (
+        *("route", "choose_experts", "run_experts"),
+        *("run_experts_add", "run_experts_add_norm"),
+    ),
 }
 
 
@@ -59,6 +64,13 @@ def bloom(hidden: int = HIDDEN, **options: Any) -> DecoderLayer:
     return DecoderLayer(attention, mlp, lambda: LayerNorm(hidden, 1e-5), **options)
 
 
+def sparse(**options: Any) -> DecoderLayer:
+    """Experts, of which each token takes a quarter."""
+    attention = SelfAttention(HIDDEN, HEADS, KV_HEADS, HEAD_DIM)
+    mlp = SparseMoE(HIDDEN, 64, 8, 2, renormalize=True, **options)
+    return DecoderLayer(attention, mlp, lambda: RMSNorm(HIDDEN, 1e-5))
+
+
 FAMILIES: dict[str, Callable[[], DecoderLayer]] = {
     "llama": llama,
     "qwen2": functools.partial(llama, qkv_bias=True),
@@ -66,6 +78,8 @@ FAMILIES: dict[str, Callable[[], DecoderLayer]] = {
     "biases": functools.partial(llama, qkv_bias=True, o_bias=True),
     "bloom": bloom,
     "bloom after norm": functools.partial(bloom, residual_after_norm=True),
+    "experts": sparse,
+    "experts beside one": functools.partial(sparse, shared_size=128, shared_gate=True),
 }
 
 
@@ -153,6 +167,7 @@ MANY = [
     *("linear", "rotary_store", "paged_attention"),
     *("linear_add_norm", "linear", "silu_and_mul", "linear_add_norm"),
 ]
+EXPERTS = ["linear_rotary_store", "paged_attention", "linear_add", "route", "run_experts_add"]
 BLOOM = [
     *("linear", "store_kv", "paged_attention", "linear", "layer_norm"),
     *("linear[activated]", "linear_add_norm"),
@@ -172,6 +187,9 @@ BLOOM = [
         ("qwen3", 32, ["linear", "rotary_store", *FEW[1:]]),
         ("biases", 32, FEW),
         ("bloom", 96, BLOOM),
+        ("experts", 1, EXPERTS),
+        ("experts", 2, [*EXPERTS[:2], "linear", "rms_norm", "route", "run_experts_add_norm"]),
+        ("experts", 300, [*MANY[:4], "route", "run_experts_add_norm"]),
     ],
 )
 def test_operations_of_a_layer_on_a_gpu(

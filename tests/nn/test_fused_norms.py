@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.kernels import DeferredRMSNorm
-from engine_core.nn import DecoderLayer, GatedMLP, PreNormed, RMSNorm, SelfAttention
+from engine_core.nn import DecoderLayer, GatedMLP, PreNormed, RMSNorm, SelfAttention, SparseMoE
 from engine_core.nn.blocks import agree, link_layers
 from engine_core.step_context import (
     AttentionMetadata,
@@ -24,12 +24,17 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 896, 14, 2, 64, 4864
 def layers(
     device: str, dtype: torch.dtype, activations: tuple[str, ...] = ("silu", "silu")
 ) -> list[DecoderLayer]:
-    """A layer for each activation, with the same random numbers on every device."""
+    """A layer for each activation, with the same random numbers on every device.
+
+    "experts" is one of experts, of which each token takes all: no rounding changes a choice.
+    """
     with building(BuildContext(dtype=dtype, device=torch.device(device))):
         made = [
             DecoderLayer(
                 SelfAttention(HIDDEN, HEADS, KV_HEADS, HEAD_DIM, qkv_bias=True),
-                GatedMLP(HIDDEN, INTERMEDIATE, activation),
+                SparseMoE(HIDDEN, 256, 8, 8)
+                if activation == "experts"
+                else GatedMLP(HIDDEN, INTERMEDIATE, activation),
                 lambda: RMSNorm(HIDDEN, 1e-5),
             )
             for activation in activations
@@ -96,6 +101,8 @@ def forward(made: list[DecoderLayer], x: Tensor) -> Iterator[tuple[Tensor | PreN
         # The gate and up of only the first, or only the second, makes up for a norm's division.
         *((rows, ("silu", "gelu")) for rows in (32, 96, 300)),
         *((rows, ("gelu", "silu")) for rows in (32, 96, 300)),
+        # Of one token experts make up for a division, and leave one.
+        *((rows, ("experts", "experts", "silu")) for rows in (1, 5, 32, 300)),
     ],
 )
 def test_is_as_close_to_float32_as_without(rows: int, activations: tuple[str, ...]) -> None:
@@ -129,6 +136,8 @@ def test_is_as_close_to_float32_as_without(rows: int, activations: tuple[str, ..
         # The activation is beside the norm between down and q, k, v.
         (3, ("silu", "gelu"), DeferredRMSNorm),
         (3, ("gelu", "silu"), DeferredRMSNorm),
+        (1, ("experts", "silu"), DeferredRMSNorm),
+        (3, ("experts", "silu"), Tensor),
     ],
 )
 def test_only_a_layer_that_is_followed_takes_in_the_next_ones_norm(
