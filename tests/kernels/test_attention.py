@@ -328,6 +328,22 @@ def test_kernel_merges_splits_in_rounds(
         assert error(launch(paged, 0.125, **options), expected) < 1e-5
 
 
+def test_a_row_is_cut_for_one_turn_of_merging(launch_device: str) -> None:
+    """Where two tiles a split are enough: 16 splits of 2 tiles of 64 tokens are 2048."""
+    from engine_core.kernels.attention import triton
+
+    splits = {}
+    for length in (0, 64, 65, 1024, 1031, 2048, 2049):
+        kv_lens = torch.tensor([length], dtype=torch.int32, device=launch_device)
+        items, _ = triton.plan_splits(kv_lens, 1, 4096, None, 33, 64, 64, {}, merged=16)
+        made = items[items[:, 0] >= 0].tolist()
+        assert [each[1] for each in made[1:]] == [each[2] for each in made[:-1]]
+        assert (made[0][1], made[-1][2]) == (0, length)
+        assert {each[4] for each in made} == {len(made)}
+        splits[length] = len(made)
+    assert splits == {0: 1, 64: 1, 65: 2, 1024: 16, 1031: 9, 2048: 16, 2049: 33}
+
+
 @pytest.mark.parametrize("options", [{}, {"window": 100}], ids=str)
 def test_kernel_splits_of_one_long_row_among_short_ones(
     options: dict[str, Any], launch_device: str

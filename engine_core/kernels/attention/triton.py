@@ -109,7 +109,7 @@ def _attend_tiles(
     return acc, denominator, maximum
 
 
-@triton.jit(do_not_specialize=["num_rows", "window", "wanted", "min_split", "max_items"])
+@triton.jit(do_not_specialize=["num_rows", "window", "wanted", "min_split", "merged", "max_items"])
 def _plan_kernel(
     items_ptr,
     kv_lens_ptr,
@@ -117,6 +117,7 @@ def _plan_kernel(
     window,
     wanted,
     min_split,
+    merged,
     max_items,
     MAX_SPLITS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -130,7 +131,8 @@ def _plan_kernel(
     Its row, the first token and that behind the last, the row's first item, and how many it has. A
     row of -1 is none. Splits are about equally long in all rows, so that long rows do not keep the
     launch waiting: ``wanted`` of them would hold all rows' tokens. Each has ``min_split`` tokens at
-    least, or merging takes longer than the splits save.
+    least, or merging takes longer than the splits save; and of more than ``merged`` splits, which
+    are merged at once, a row has two tiles each instead, where that is enough.
     """
     launch_dependents(PDL)
     wait(PDL)
@@ -144,6 +146,9 @@ def _plan_kernel(
     total = tl.sum(visible.to(tl.int64))
     length = tl.maximum(tl.cdiv(total, wanted), min_split).to(tl.int32)
     used = tl.maximum(tl.minimum(tl.cdiv(visible, length), MAX_SPLITS), 1)
+    # Two tiles are asked for together; another turn of merging is a wait for memory for each few
+    # heads.
+    used = tl.where((used > merged) & (visible <= merged * 2 * BLOCK_N), merged, used)
     per_split = tl.maximum(tl.cdiv(tl.cdiv(visible, used), BLOCK_N), 1) * BLOCK_N
     # A row without tokens has an item too, which writes its zeros.
     used = tl.where(mask, tl.maximum(tl.cdiv(visible, per_split), 1), 0)
@@ -397,14 +402,16 @@ def plan_splits(
     min_split: int,
     block_n: int,
     memo: dict[Any, Any],
+    merged: int = decode.MAX_SPLITS,
 ) -> tuple[Tensor, bool]:
     """The splits of the first rows, made once for all layers of a step that cut them alike.
 
     ``wanted`` splits, of ``min_split`` tokens at least, would hold all rows' tokens; ``window`` is
-    what a query sees, if that is known beforehand. Returns the items that ``_plan_kernel`` writes,
-    and whether it was launched now.
+    what a query sees, if that is known beforehand. A row has no more than ``merged`` splits if two
+    tiles for each are enough. Returns the items that ``_plan_kernel`` writes, and whether it was
+    launched now.
     """
-    key = (num_rows, window, wanted, min_split, block_n)
+    key = (num_rows, window, wanted, min_split, block_n, merged)
     if key in memo:
         return memo[key], False
     longest = triton.cdiv(max_kv_len, max(block_n, min_split))
@@ -418,6 +425,7 @@ def plan_splits(
         window or 0,
         wanted,
         min_split,
+        merged,
         most,
         MAX_SPLITS=decode.MAX_SPLITS,
         BLOCK_ROWS=max(64, triton.next_power_of_2(num_rows)),
@@ -495,6 +503,8 @@ def paged_attention(call: Call) -> None:
             cut.min_split,
             cut.block_n,
             call.memo,
+            # Where splits are rare they are for rows that would be waited for.
+            cut.merged_splits if cut.wanted > num_decode_rows else decode.MAX_SPLITS,
         )
         size = (len(items), num_heads)
         _decode_kernel[(head_tiles, len(items))](
