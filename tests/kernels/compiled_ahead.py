@@ -58,8 +58,9 @@ def compile_launches() -> list[Any]:
 def compile_experts(found: list[Any]) -> bool:
     """Whether there is machine code, whose tiles of weights come to shared memory by themselves.
 
-    Of one token, with norms that are left to divide and without, and of as many as are grouped,
-    whose sum ends with a norm.
+    What the second product of few tokens will read is asked for ahead of the first one's end. Of
+    one token, with norms that are left to divide and without, and of as many as are grouped, whose
+    sum ends with a norm.
     """
     x, router = torch.zeros(1, 512).bfloat16(), torch.zeros(16, 512).bfloat16()
     gate_up, down = (torch.zeros(16, *shape).bfloat16() for shape in ((1024, 512), (512, 512)))
@@ -77,7 +78,10 @@ def compile_experts(found: list[Any]) -> bool:
     experts.run_experts_add_norm(x, ids, weights, *matrices[2:], x, x[0], 1e-5, **norm)
     _, *many, _ = found[-4:]
     loads = [kernel.asm["ptx"].count("cp.async.commit_group") for kernel in one + many]
-    return all(kernel.asm["cubin"] for kernel in found) and all(loads)
+    early = [kernel.asm["ptx"].find("prefetch.L2") for kernel in one[1::2]]
+    waits = [kernel.asm["ptx"].find(WAITS) for kernel in one[1::2]]
+    order = all(0 < ask < wait for ask, wait in zip(early, waits, strict=True))
+    return all(kernel.asm["cubin"] for kernel in found) and all(loads) and order
 
 
 def compile_rank_sums(found: list[Any]) -> bool:
