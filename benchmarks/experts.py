@@ -1,7 +1,7 @@
 """Time experts of Qwen3-30B-A3B's shape on a GPU, a layer or the whole model, beside floors.
 
     python benchmarks/experts.py [layer] [model] [transformers] [--rows 1 32 256]
-        [--no-fp8] [--without few route early] [--gate-tile 2 1024 3] [--down-tile 4 8192 3 1024]
+        [--no-fp8] [--without few route early] [--gate-tile 2 1024 3] [--down-tile 4 4096 4 1024]
 
 Weights and routing are random. ``--without`` leaves parts out, to see what they save: the products
 of few tokens without groups, the router as one kernel, and launches before the kernel ahead ends.

@@ -21,10 +21,12 @@ from engine_core.kernels.experts import sizes
 from engine_core.kernels.experts.few import triton as few
 from engine_core.kernels.experts.few.triton import inverse_of, load_squares
 from engine_core.kernels.launch.triton import (
+    FIRST_WAVE,
     arrival_counts,
     arrives_last,
     launch_dependents,
     pdl_options,
+    prefetch_l2,
     wait,
 )
 from engine_core.kernels.linear import Activation, DeferredRMSNorm, Fp8Weight, GroupWeight
@@ -459,6 +461,7 @@ def _experts_kernel(
     num_rows,
     N,
     K,
+    prefetch_part,
     DIVISOR: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -469,6 +472,7 @@ def _experts_kernel(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
+    PREFETCH_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -479,15 +483,29 @@ def _experts_kernel(
     ``[K / 128, num_rows]``, 3 for integers, which ``reader`` has. With PAIRED columns j and j + 64
     of 128 are neighbours.
     """
-    launch_dependents(PDL)
-    wait(PDL)
     block = tl.program_id(1)
-    expert = tl.load(experts_ptr + block)
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if GATED:
+        # The second product is launched after this one waited: the groups are complete then.
+        wait(PDL)
+        launch_dependents(PDL)
+        expert = tl.load(experts_ptr + block)
+    else:
+        launch_dependents(PDL)
+        expert = tl.load(experts_ptr + block, cache_modifier=".cg")
+        number = block * tl.num_programs(0) + tl.program_id(0)
+        if PREFETCH_PARTS and PDL and number < FIRST_WAVE:
+            starts = tl.arange(0, PREFETCH_PARTS) * prefetch_part
+            sizes = tl.where(expert >= 0, tl.minimum(K - starts, prefetch_part), 0)
+            sizes *= weight_ptr.dtype.element_ty.primitive_bitwidth // 8
+            rows = (expert * N + tl.minimum(cols, N - 1)).to(tl.int64)
+            first = weight_ptr + rows[:, None] * K + starts[None, :]
+            prefetch_l2(first, tl.broadcast_to(sizes[None, :], first.shape))
+        wait(PDL)
     if expert >= 0:
         pairs = tl.load(pairs_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
         row_mask = pairs < num_pairs
         x_rows = (pairs // DIVISOR).to(tl.int64) * K
-        cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         w_rows = expert * (2 * N if GATED else N) + tl.minimum(cols, N - 1)
         acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -720,7 +738,7 @@ def _multiply(
     (pairs, n), k = out.shape, x.shape[1]
     block_m, block_n, block_k, warps, stages = tile
     given: tuple[Any, Any, Any] = (weight, None, None)
-    scaled = 0
+    scaled = parts = prefetch = 0
     if isinstance(weight, CodedWeight):
         # Whole blocks of 128 columns, whose order and scales are their own.
         block_k = 128
@@ -730,8 +748,13 @@ def _multiply(
         else:
             assert isinstance(weight, Fp8Weight), f"experts have no kernel for {type(weight)}"
             given, scaled = (weight.codes, weight.scales, None), weight.scales.dim()
-    elif block_k > k:
-        block_k = max(16, triton.next_power_of_2(k))
+    else:
+        if block_k > k:
+            block_k = max(16, triton.next_power_of_2(k))
+        if activation is None and k % 8 == 0 and weight.data_ptr() % 16 == 0:
+            # The tiles in flight, one request a thread, of multiples of 16 bytes.
+            parts = max(1, 32 * warps // block_n)
+            prefetch = triton.cdiv(min(k, (stages - 1) * block_k), 8 * parts) * 8
     _experts_kernel[(triton.cdiv(n, block_n), len(groups[1]))](
         out,
         x,
@@ -742,6 +765,7 @@ def _multiply(
         _rows(weight),
         n,
         k,
+        prefetch,
         DIVISOR=divisor,
         GATED=activation is not None,
         ACTIVATION=activation or "none",
@@ -753,6 +777,7 @@ def _multiply(
         EVEN_K=k % block_k == 0,
         # Tiles of float32 take twice the shared memory.
         STAGES=stages if x.itemsize == 2 else 1,
+        PREFETCH_PARTS=parts,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=warps,
         **pdl_options(x.device),

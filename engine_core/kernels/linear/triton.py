@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine_core.kernels.launch.triton import (
+    FIRST_WAVE,
     arrival_counts,
     arrives_last,
     launch_dependents,
@@ -31,11 +32,6 @@ __all__ = [
     "linear",
     "reader_of",
 ]
-
-
-# The first wave of programs prefetches: four on each multiprocessor of an H200. With all of them at
-# it a decode step of Llama 3 8B takes 4% longer.
-_PREFETCH_PROGRAMS = tl.constexpr(528)
 
 
 @triton.jit
@@ -226,7 +222,7 @@ def _linear_kernel(
     per_split = tl.cdiv(tl.cdiv(K, SPLITS), BLOCK_K) * BLOCK_K
     low = split * per_split
     high = tl.minimum(low + per_split, K)
-    if PDL and block == 0 and tile + split * tl.num_programs(0) < _PREFETCH_PROGRAMS:
+    if PDL and block == 0 and tile + split * tl.num_programs(0) < FIRST_WAVE:
         reader.prefetch(reader, w_rows, low, high, K, prefetch_part, PREFETCH_PARTS)
         if epilogue.GATED:
             reader.prefetch(reader, w_rows + N, low, high, K, prefetch_part, PREFETCH_PARTS)

@@ -12,7 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from engine_core.kernels.activation.triton import activated
-from engine_core.kernels.launch.triton import launch_dependents, pdl_options, prefetch_l2, wait
+from engine_core.kernels.launch.triton import (
+    FIRST_WAVE,
+    launch_dependents,
+    pdl_options,
+    prefetch_l2,
+    wait,
+)
 from engine_core.kernels.linear import Activation, DeferredRMSNorm
 from engine_core.kernels.linear.epilogues.triton import Activated, Added, place_of
 from engine_core.kernels.linear.reference import taken_apart
@@ -22,7 +28,7 @@ from engine_core.kernels.linear.tiles import Tile
 # tiles in flight. Of the second: columns of a program, numbers of a tile of all places, tiles, and
 # columns behind the first tile that are brought to the L2 cache while the first product runs.
 GATE_TILE = (2, 1024, 3)
-DOWN_TILE = (4, 8192, 3, 1024)
+DOWN_TILE = (4, 4096, 4, 1024)
 
 
 @triton.jit
@@ -148,7 +154,7 @@ def _down_kernel(
     x_ptrs = x_ptr + pairs.to(tl.int64)[:, None, None] * K + places[None, None, :]
     # The first tile waits for x in registers.
     w = _load_tile(w_ptrs, there, places, K, EVEN_K)
-    if PREFETCH_PARTS and PDL:
+    if PREFETCH_PARTS and PDL and tile + row * tl.num_programs(0) < FIRST_WAVE:
         # The rest comes nearer, in the time in which the first product ends and this one begins.
         starts = BLOCK_K + tl.arange(0, PREFETCH_PARTS) * prefetch_part
         columns = tl.minimum(K - starts, prefetch_part)[None, None, :]
