@@ -456,7 +456,7 @@ class SparseMoE(Branch):
         if epilogue.deferred:
             if forward is not RMSNorm.forward:
                 return "LayerNorm takes the mean away, which no later linear makes up for"
-            return None if few else "for so many rows the norm ends the sum of experts"
+            return None if few else "grouped experts end with the whole norm"
         return "for so few rows the norm is left to divide, or alone" if few else None
 
     def forward(

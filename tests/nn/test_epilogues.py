@@ -360,6 +360,40 @@ def test_what_does_not_agree_says_why() -> None:
     assert "ranks" in str(declined(attention.o_proj, add, 96))
 
 
+def test_experts_that_do_not_agree_say_why() -> None:
+    """For a norm that is left to divide, before them and after them, and for one that divides."""
+    add = AddNorm(RMSNorm(HIDDEN))
+    deferred = AddNorm(add.norm, deferred=True)
+
+    def reasons(block: Any, rows: int, dtype: torch.dtype = torch.bfloat16) -> list[str | None]:
+        asked = (Divide(block.ends()[1]), deferred, add)
+        return [block.declined(epilogue, Call(rows, dtype, H200)) for epilogue in asked]
+
+    def blocks(build: BuildContext, **options: Any) -> Any:
+        with building(build):
+            return sparse(**options).mlp
+
+    block = blocks(context())
+    assert reasons(block, 1) == [None, None, "for so few rows the norm is left to divide, or alone"]
+    grouped = reasons(block, 2)
+    assert "grouped" in str(grouped[0])
+    assert "whole norm" in str(grouped[1])
+    assert grouped[2] is None
+    assert "could overflow" in str(reasons(block, 1, torch.float16)[0])
+    assert "device" in str(block.declined(add, Call(1, torch.bfloat16, None)))
+    for norm, why in ((LayerNorm(HIDDEN), "LayerNorm"), (nn.Identity(), "not a norm of a kernel")):
+        call = Call(1, torch.bfloat16, H200)
+        assert why in str(block.declined(AddNorm(norm, deferred=True), call))
+    assert "norm of its own" in str(block.declined(AddNorm(add.norm, add.norm), call))
+    assert all("shared" in str(why) for why in reasons(blocks(context(), shared_size=64), 1))
+    assert all("batch-inv" in str(why) for why in reasons(blocks(context(deterministic=True)), 1))
+    assert all("ranks" in str(why) for why in reasons(blocks(context(tp_size=2)), 1)[1:])
+    block.experts.down_proj.packed = object()
+    assert None not in reasons(block, 1)[:2]
+    block.gate.method = OtherMethod()
+    assert "arithmetic" in str(reasons(block, 1)[0])
+
+
 class Doubling(Epilogue):
     """An epilogue that no method of the core knows."""
 
