@@ -37,7 +37,7 @@ from stories15m import write_stories15m
 from torch import Tensor, nn
 
 from engine_core import EngineConfig
-from engine_core.kernels.linear.fp8 import quantize_rows
+from engine_core.kernels.row_codes import quantize_rows
 from engine_core.nn.linear import Linear
 from engine_core.nn.quantization import Fp8LinearMethod
 from engine_core.nn.quantization.fp8_checkpoint import Fp8Method

@@ -23,8 +23,8 @@ from engine_core.checkpoint.one_file import (
 from engine_core.checkpoint.safetensors_file import SafetensorsWriter, tensor_bytes
 from engine_core.configs import EngineConfig
 from engine_core.errors import CheckpointError, OptionError, TokenizerError
-from engine_core.kernels.linear.fp8 import reference_quantize_rows
 from engine_core.kernels.linear.groups import MIDDLE, unpack_codes
+from engine_core.kernels.row_codes import reference_quantize_rows
 from engine_core.nn.embedding import VocabularySplit
 from engine_core.nn.linear import Linear, UnquantizedLinearMethod
 from engine_core.nn.quantization.exported import form_shapes, pack_form, squared_error

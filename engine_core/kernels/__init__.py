@@ -7,7 +7,13 @@ and ``cpu`` the choice between these kernels and torch's operations. Triton is i
 tensor is first given, and numba when a kernel for a CPU tensor must be compiled.
 """
 
-from engine_core.kernels.activation import gelu_and_mul, quick_gelu, silu_and_mul
+from engine_core.kernels.activation import (
+    gelu_and_mul,
+    gelu_and_mul_codes,
+    quick_gelu,
+    silu_and_mul,
+    silu_and_mul_codes,
+)
 from engine_core.kernels.attention import paged_attention
 from engine_core.kernels.decode_inputs import DecodeInputs, decode_inputs
 from engine_core.kernels.experts import (
@@ -39,7 +45,7 @@ from engine_core.kernels.linear import (
     linear_add_norm,
     linear_rotary_store,
 )
-from engine_core.kernels.norm import layer_norm, rms_norm
+from engine_core.kernels.norm import layer_norm, layer_norm_codes, rms_norm, rms_norm_codes
 from engine_core.kernels.rank_sum import (
     RankMemory,
     fits_fused_sum,
@@ -51,6 +57,7 @@ from engine_core.kernels.rank_sum import (
 from engine_core.kernels.rotary import apply_rotary, rotary_angles
 from engine_core.kernels.rotary_store import is_fused as rotary_store_is_fused
 from engine_core.kernels.rotary_store import rotary_store
+from engine_core.kernels.row_codes import CodedRows, RowForm
 from engine_core.kernels.sampling import sample_tokens
 from engine_core.kernels.segments import Segments, attend_segments
 from engine_core.kernels.state_space import (
@@ -63,6 +70,7 @@ from engine_core.kernels.state_space import (
 __all__ = [
     "GPU",
     "Activation",
+    "CodedRows",
     "CodedWeight",
     "DecodeInputs",
     "DeferredRMSNorm",
@@ -70,6 +78,7 @@ __all__ = [
     "GroupWeight",
     "RankMemory",
     "Routing",
+    "RowForm",
     "Segments",
     "StateCache",
     "StateRows",
@@ -86,11 +95,13 @@ __all__ = [
     "fits_rank_sum",
     "fits_route",
     "gelu_and_mul",
+    "gelu_and_mul_codes",
     "gpu_of",
     "has_gated_kernel",
     "has_kernel",
     "latent_attention",
     "layer_norm",
+    "layer_norm_codes",
     "linear",
     "linear_add",
     "linear_add_norm",
@@ -101,6 +112,7 @@ __all__ = [
     "rank_sum",
     "rank_sum_add_norm",
     "rms_norm",
+    "rms_norm_codes",
     "rotary_angles",
     "rotary_store",
     "rotary_store_is_fused",
@@ -111,5 +123,6 @@ __all__ = [
     "run_state_space",
     "sample_tokens",
     "silu_and_mul",
+    "silu_and_mul_codes",
     "store_kv",
 ]

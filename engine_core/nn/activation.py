@@ -7,7 +7,15 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine_core.kernels import Activation, gelu_and_mul, silu_and_mul
+from engine_core.kernels import (
+    Activation,
+    CodedRows,
+    RowForm,
+    gelu_and_mul,
+    gelu_and_mul_codes,
+    silu_and_mul,
+    silu_and_mul_codes,
+)
 from engine_core.nn.module import Module
 
 Approximate = Literal["tanh", "none"]
@@ -22,6 +30,10 @@ class SiluAndMul(Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., 2 I]`` to ``[..., I]``."""
         return silu_and_mul(x)
+
+    def codes(self, x: Tensor, form: RowForm) -> CodedRows:
+        """The same, its rows quantised."""
+        return silu_and_mul_codes(x, form)
 
 
 class _Gelu(Module):
@@ -39,6 +51,10 @@ class GeluAndMul(_Gelu):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., 2 I]`` to ``[..., I]``."""
         return gelu_and_mul(x, approximate=self.approximate)
+
+    def codes(self, x: Tensor, form: RowForm) -> CodedRows:
+        """The same, its rows quantised."""
+        return gelu_and_mul_codes(x, form, self.approximate)
 
 
 class Gelu(_Gelu):

@@ -8,19 +8,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from engine_core.kernels import GPU, DeferredRMSNorm, gpu_of
+from engine_core.kernels import GPU, CodedRows, DeferredRMSNorm, gpu_of
 from engine_core.nn.activation import build_activation, build_gated_activation
 from engine_core.nn.attention import Attention, KVCacheLayer
 from engine_core.nn.epilogue import (
     Activated,
     AddNorm,
     Call,
+    Coding,
     CosSin,
     Declines,
     Deferral,
@@ -123,7 +125,7 @@ class SelfAttention(Branch):
 
     def forward(
         self,
-        x: Tensor | DeferredRMSNorm,
+        x: Tensor | DeferredRMSNorm | CodedRows,
         cos_sin: CosSin | None,
         cache: KVCacheLayer,
         attn_metadata: AttentionMetadata,
@@ -145,30 +147,51 @@ class SelfAttention(Branch):
 
 
 class FeedForward(Branch):
-    """A linear, an activation, and a linear back; see :class:`GatedMLP` and :class:`MLP`."""
+    """A linear, an activation, and a linear back; see :class:`GatedMLP` and :class:`MLP`.
+
+    Attributes:
+        act: the activation.
+        coding: how it quantises its rows for the last linear; None if it never does.
+    """
 
     act: nn.Module
+    coding: Coding | None = None
 
-    def ends(self) -> tuple[Linear, Epilogue, Linear]:
-        """The first linear, which is activated, and the last."""
+    def ends(self) -> tuple[Linear, Activated, Linear]:
+        """The first linear, its activation, and the last linear."""
         raise NotImplementedError(f"{type(self).__name__} does not say what its linears are")
 
-    def forward(self, x: Tensor | DeferredRMSNorm, *then: Any) -> Any:
+    def settle(self, gpu: GPU | None) -> None:
+        """Ask once whether the activation is fused with the linear before or the one after."""
+        super().settle(gpu)
+        _, epilogue, last = self.ends()
+        coding = Coding.between(epilogue, last, None)
+        refusal = _first_refusal(coding.declined, last.dtype, gpu)
+        self.coding = None if refusal else coding
+
+    def forward(self, x: Tensor | DeferredRMSNorm | CodedRows, *then: Any) -> Any:
         """``[1, T, H]`` to ``[1, T, H]``."""
-        first, epilogue, last = self.ends()
-        if self._asks and not self.watched:
-            return last(first(x, epilogue), *then)
-        return last(epilogue.plain(first, x), *then)
+        if self.watched:
+            first, epilogue, last = self.ends()
+            return last(epilogue.plain(first, x), *then)
+        return self.ends()[2](self._activated(x), *then)
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's part of the result, ``[..., H]``, for a caller that adds up the ranks'.
 
         Without forward hooks, and without the last linear's bias.
         """
-        first, epilogue, last = self.ends()
-        return last.partial(first(x, epilogue) if self._asks else epilogue.plain(first, x))
+        return self.ends()[2].partial(self._activated(x))
 
-    def _between(self, first: Linear, last: Linear) -> tuple[Linear, Epilogue, Linear]:
+    def _activated(self, x: Tensor | DeferredRMSNorm | CodedRows) -> Any:
+        """The first linear's activated product, perhaps quantised for the last one."""
+        first, epilogue, _ = self.ends()
+        coding = self.coding
+        if coding is not None and coding.declined(Call.of(x)) is None:
+            epilogue = coding.making
+        return first(x, epilogue) if self._asks else epilogue.plain(first, x)
+
+    def _between(self, first: Linear, last: Linear) -> tuple[Linear, Activated, Linear]:
         if self._epilogue is None:
             self._epilogue = Activated(self.act)
         return first, self._epilogue, last
@@ -192,7 +215,7 @@ class GatedMLP(FeedForward):
         self.down_proj = build_down_linear(intermediate_size, hidden_size, bias=bias)
         self.act = build_gated_activation(activation)
 
-    def ends(self) -> tuple[Linear, Epilogue, Linear]:
+    def ends(self) -> tuple[Linear, Activated, Linear]:
         """The gate's and up's linear, which is activated, and down's."""
         return self._between(self.gate_up_proj, self.down_proj)
 
@@ -208,7 +231,7 @@ class MLP(FeedForward):
         self.down_proj = build_down_linear(intermediate_size, hidden_size, bias=bias)
         self.act = build_activation(activation)
 
-    def ends(self) -> tuple[Linear, Epilogue, Linear]:
+    def ends(self) -> tuple[Linear, Activated, Linear]:
         """The linear up, which is activated, and the one down."""
         return self._between(self.up_proj, self.down_proj)
 
@@ -218,10 +241,10 @@ class PreNormed:
     """The output of a :class:`DecoderLayer` whose successor's input norm is applied already.
 
     Attributes:
-        values: ``[1, T, H]``, perhaps without the norm's division.
+        values: ``[1, T, H]``, perhaps without the norm's division, or quantised.
     """
 
-    values: Tensor | DeferredRMSNorm
+    values: Tensor | DeferredRMSNorm | CodedRows
 
 
 class DecoderLayer(Module):
@@ -339,12 +362,16 @@ class _Joint:
         asks: whether the branch takes it, and may fuse it; it follows the branch otherwise.
         deferral: what the linears on both sides of the norm agreed on; None for nothing.
         refusal: why they did not; None if they did.
+        coding: what quantises the norm's rows for the linear after it; None for nothing.
+        uncoded: why nothing does; None if something does.
     """
 
     add: AddNorm
     asks: bool
     deferral: Deferral | None
     refusal: str | None
+    coding: Coding | None = None
+    uncoded: str | None = None
 
     @classmethod
     def between(
@@ -358,22 +385,32 @@ class _Joint:
     ) -> _Joint:
         """The joint of two branches; ``needs_norm`` if more than the second reads the norm."""
         asks = "then" in inspect.signature(branch.forward).parameters
-        if not asks or not isinstance(branch, Branch):
-            return cls(add, asks, None, "the branch does not say what its linears are")
+        joint = cls(add, asks, None, None)
         if not settled:
-            return cls(add, asks, None, "it is not settled where the layer runs")
-        fuses = _ever_fuses(branch.ends()[2], add, gpu)
+            return joint._without("it is not settled where the layer runs")
+        before = None
+        if asks and isinstance(branch, Branch):
+            before = branch.ends()[2]
+            joint = replace(joint, asks=_ever_fuses(before, add, gpu))
         if not isinstance(following, Branch):
-            return cls(add, fuses, None, "the next branch does not say what its linears are")
+            return joint._without("the next branch does not say what its linears are")
         if needs_norm:
-            return cls(add, fuses, None, "the residual is what the norm gives")
+            return joint._without("the residual is what the norm gives")
         first, epilogue, _ = following.ends()
-        before = branch.ends()[2]
+        coding = Coding.between(add, first, epilogue)
+        uncoded = _first_refusal(coding.declined, first.dtype, gpu)
+        joint = replace(joint, coding=None if uncoded else coding, uncoded=uncoded)
+        if before is None:
+            return replace(joint, refusal="the branch does not say what its linears are")
         deferral = Deferral(before, replace(add, deferred=True), first, Divide(epilogue))
-        refusals = {deferral.declined(Call(rows, before.dtype, gpu)) for rows in _PROBED_ROWS}
-        if None in refusals:
-            return cls(add, True, deferral, None)
-        return cls(add, fuses, None, next(iter(refusals)))
+        refusal = _first_refusal(deferral.declined, before.dtype, gpu)
+        if refusal is None:
+            return replace(joint, asks=True, deferral=deferral)
+        return replace(joint, refusal=refusal)
+
+    def _without(self, refusal: str) -> _Joint:
+        """The joint at which the norm makes numbers, of the whole."""
+        return replace(self, refusal=refusal, uncoded=refusal)
 
     def run(
         self,
@@ -383,16 +420,20 @@ class _Joint:
         owned: bool,
         watched: bool,
     ) -> tuple[Any, Tensor]:
-        """The norm of ``residual + branch(*inputs)``, perhaps without its division, and that sum.
+        """The norm of ``residual + branch(*inputs)`` in the form agreed on, and that sum.
 
         The sum may take the place of an ``owned`` residual. With forward hooks on the layer's
         parts, each part returns its documented result.
         """
-        if watched or not self.asks:
+        if watched:
             return self.add.follow(branch(*inputs), residual)
         add = self.add
         if self.deferral is not None and self.deferral.declined(Call.of(residual)) is None:
             add = self.deferral.leaving
+        elif self.coding is not None and self.coding.declined(Call.of(residual)) is None:
+            add = self.coding.making
+        if not self.asks:
+            return add.follow(branch(*inputs), residual)
         normed, total = branch(*inputs, add, residual, owned)
         return normed, total
 
@@ -401,9 +442,16 @@ class _Joint:
 _PROBED_ROWS = (1, 2, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 4096)
 
 
+def _first_refusal(
+    declined: Callable[[Call], str | None], dtype: torch.dtype, gpu: GPU | None
+) -> str | None:
+    """None if it is not declined for some of the rows."""
+    refusals = [declined(Call(rows, dtype, gpu)) for rows in _PROBED_ROWS]
+    return None if None in refusals else refusals[0]
+
+
 def _ever_fuses(linear: Declines, epilogue: Epilogue, gpu: GPU | None) -> bool:
-    calls = (Call(rows, linear.dtype, gpu) for rows in _PROBED_ROWS)
-    return any(linear.declined(epilogue, call) is None for call in calls)
+    return _first_refusal(partial(linear.declined, epilogue), linear.dtype, gpu) is None
 
 
 def link_layers(layers: Iterable[nn.Module]) -> None:

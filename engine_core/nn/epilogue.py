@@ -9,22 +9,24 @@ device. The order is always: product, sum over the ranks, bias, residual, norm.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from engine_core.kernels import (
     GPU,
+    CodedRows,
     DeferredRMSNorm,
+    RowForm,
     gpu_of,
     rotary_store,
     rotary_store_is_fused,
     store_kv,
 )
 from engine_core.nn.attention import KVCacheLayer
-from engine_core.nn.norm import RMSNorm
+from engine_core.nn.norm import LayerNorm, RMSNorm
 
 if TYPE_CHECKING:
     from engine_core.nn.linear import Linear
@@ -46,8 +48,10 @@ class Call(NamedTuple):
     gpu: GPU | None
 
     @classmethod
-    def of(cls, x: Tensor) -> Call:
+    def of(cls, x: Tensor | DeferredRMSNorm | CodedRows) -> Call:
         """The call with ``x [..., K]``."""
+        if isinstance(x, DeferredRMSNorm):
+            x = x.values
         return cls(x.numel() // x.shape[-1], x.dtype, gpu_of(x.device))
 
 
@@ -80,14 +84,24 @@ class Activated(Epilogue):
     Attributes:
         module: computes it from the product. Methods fuse it by its attributes ``activation`` and
             ``gated``, where it has them.
+        taker: the linear in whose form the rows are quantised; None for numbers. A method that
+            fuses the activation may give numbers too.
     """
 
     module: nn.Module
+    taker: Linear | None = None
 
-    def plain(self, layer: Linear, x: Tensor | DeferredRMSNorm) -> Tensor:
+    def plain(self, layer: Linear, x: Tensor | DeferredRMSNorm | CodedRows) -> Tensor | CodedRows:
         """``[..., K]`` to the activation of ``[..., N]``."""
-        out: Tensor = self.module(layer(x))
+        product, module = layer(x), cast("Any", self.module)
+        out: Tensor | CodedRows
+        out = module(product) if self.taker is None else module.codes(product, self.taker.row_form)
         return out
+
+    @property
+    def makes_codes(self) -> bool:
+        """Whether one launch can quantise the rows, too."""
+        return hasattr(self.module, "codes")
 
     def __str__(self) -> str:
         return f"activation {type(self.module).__name__}"
@@ -105,24 +119,39 @@ class AddNorm(Epilogue):
         before: normalises the product before it is added; None for no such norm.
         deferred: whether the norm's division is left to the next linear: the first result is a
             :class:`DeferredRMSNorm`. Asked for only where two linears agreed on it.
+        taker: the linear in whose form the normalised rows are quantised; None for numbers. A
+            method that fuses the norm may give numbers too.
     """
 
     norm: nn.Module
     before: nn.Module | None = None
     deferred: bool = False
+    taker: Linear | None = None
+
+    @property
+    def form(self) -> RowForm | None:
+        """The form of the normalised rows; None for numbers."""
+        return None if self.taker is None else self.taker.row_form
+
+    @property
+    def makes_codes(self) -> bool:
+        """Whether one launch can quantise the rows, too."""
+        return type(self.norm).forward in (RMSNorm.forward, LayerNorm.forward)
 
     def plain(
-        self, layer: Linear, x: Tensor, residual: Tensor, may_overwrite: bool
-    ) -> tuple[Tensor, Tensor]:
+        self, layer: Linear, x: Tensor | CodedRows, residual: Tensor, may_overwrite: bool
+    ) -> tuple[Tensor | CodedRows, Tensor]:
         """The norm of ``residual + layer(x)``, and that sum."""
         del may_overwrite
         return self.follow(layer(x), residual)
 
-    def follow(self, product: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def follow(self, product: Tensor, residual: Tensor) -> tuple[Tensor | CodedRows, Tensor]:
         """The norm of ``residual + product``, and that sum."""
         if self.before is not None:
             product = self.before(product)
-        normed, total = self.norm(product, residual)
+        form, norm = self.form, cast("Any", self.norm)
+        coded = form is not None
+        normed, total = norm.codes(product, residual, form) if coded else norm(product, residual)
         return normed, total
 
     def __str__(self) -> str:
@@ -168,7 +197,7 @@ class RotateStore(Epilogue):
     def plain(
         self,
         layer: Any,
-        x: Tensor | DeferredRMSNorm,
+        x: Tensor | DeferredRMSNorm | CodedRows,
         cos_sin: CosSin | None,
         cache: KVCacheLayer,
         slot_mapping: Tensor,
@@ -194,7 +223,7 @@ class RotateStore(Epilogue):
         return q
 
     def watched(
-        self, layer: Any, x: Tensor | DeferredRMSNorm, cos_sin: CosSin | None
+        self, layer: Any, x: Tensor | DeferredRMSNorm | CodedRows, cos_sin: CosSin | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, not stored, by the modules alone, whose forward hooks are then run."""
         q, k, v = layer.split_qkv(layer(x))
@@ -227,6 +256,50 @@ class Divide(Epilogue):
 
     def __str__(self) -> str:
         return "the division of the norm before"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Quantized(Epilogue):
+    """The product of rows that were quantised where they were made; x is :class:`CodedRows`.
+
+    Attributes:
+        then: the linear's own epilogue; None for none, or one that makes no difference.
+    """
+
+    then: Epilogue | None
+
+    def plain(self, layer: Linear, x: CodedRows, *operands: Any) -> Any:
+        """It has no plain form: a linear that declines it is given numbers."""
+        raise TypeError(f"{type(layer.method).__name__} takes no rows that are quantised already")
+
+    def __str__(self) -> str:
+        return "rows quantised before it"
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """An operation that makes whole rows, and the linear that it may quantise them for.
+
+    Attributes:
+        making: the operation, an epilogue of the linear before, with that ``taker``.
+        after: the linear.
+        taking: that one's epilogue.
+    """
+
+    making: Any
+    after: Linear
+    taking: Quantized
+
+    @classmethod
+    def between(cls, making: Activated | AddNorm, after: Linear, then: Epilogue | None) -> Coding:
+        """Of an operation and the linear after it, which has an epilogue of its own."""
+        return cls(replace(making, taker=after), after, Quantized(then))
+
+    def declined(self, call: Call) -> str | None:
+        """The reason why the rows of such a call stay numbers; None if they are quantised."""
+        if not self.making.makes_codes:
+            return f"no kernel of {self.making} quantises"
+        return self.after.declined(self.taking, call)
 
 
 @dataclass(frozen=True, slots=True)

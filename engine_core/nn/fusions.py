@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from engine_core.kernels import GPU
-from engine_core.nn.blocks import Branch, DecoderLayer
+from engine_core.nn.blocks import Branch, DecoderLayer, FeedForward
 from engine_core.nn.epilogue import Call
 
 # All that any table tells apart, and prompts.
@@ -71,6 +71,10 @@ def _questions(module: DecoderLayer | Branch, gpu: GPU | None) -> Iterator[_Ques
     for branch in branches:
         first, epilogue, last = branch.ends()
         yield names[first], str(epilogue), partial(first.declined, epilogue)
+        if isinstance(branch, FeedForward):
+            branch.settle(gpu)
+            if branch.coding is not None:
+                yield names[last], "rows quantised by the activation", branch.coding.declined
         joint = next((j for end, j in zip(ends, joints, strict=True) if end is branch), None)
         if joint is None:
             continue
@@ -79,6 +83,8 @@ def _questions(module: DecoderLayer | Branch, gpu: GPU | None) -> Iterator[_Ques
         refusal = joint.refusal
         asked = joint.deferral.declined if joint.deferral else lambda call, why=refusal: why
         yield between, "division of the norm between them deferred", asked
+        if joint.coding is not None:
+            yield between, "rows quantised by the norm between them", joint.coding.declined
 
 
 def _asked(

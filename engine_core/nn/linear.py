@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.kernels import (
+    CodedRows,
     CodedWeight,
     DeferredRMSNorm,
+    RowForm,
     adds_residual,
     fits_fused_sum,
     fits_head_norms,
@@ -30,7 +32,15 @@ from engine_core.nn.distributed import (
     divide,
     split_heads,
 )
-from engine_core.nn.epilogue import Activated, AddNorm, Call, Divide, Epilogue, RotateStore
+from engine_core.nn.epilogue import (
+    Activated,
+    AddNorm,
+    Call,
+    Divide,
+    Epilogue,
+    Quantized,
+    RotateStore,
+)
 from engine_core.nn.loading import ShapeMismatchError, copy_checked, set_weight_loader
 from engine_core.nn.norm import LayerNorm, RMSNorm
 from engine_core.nn.packing import MatrixModule, OneDNNMatrix, PackedMatrix, pack_matrix
@@ -63,10 +73,12 @@ class LinearMethod(Protocol):
     def process_after_load(self, layer: Linear) -> None:
         """Repack the loaded weights for :meth:`apply`, if that is worth it."""
 
-    def apply(self, layer: Linear, x: Tensor | DeferredRMSNorm, bias: Tensor | None) -> Tensor:
+    def apply(
+        self, layer: Linear, x: Tensor | DeferredRMSNorm | CodedRows, bias: Tensor | None
+    ) -> Tensor:
         """``x [..., in_features] @ weight.T + bias``.
 
-        x lacks a norm's division only after :meth:`declined` agreed to make up for it.
+        x lacks a norm's division, or is quantised, only after :meth:`declined` agreed to that.
         """
 
     def declined(self, layer: Linear, epilogue: Epilogue, call: Call) -> str | None:
@@ -78,8 +90,17 @@ class LinearMethod(Protocol):
         del layer, epilogue, call
         return f"{type(self).__name__} fuses nothing"
 
+    def row_form(self, layer: Linear) -> RowForm:
+        """The form of rows that are quantised for the loaded layer where they are made."""
+        del layer
+        raise NotImplementedError(f"{type(self).__name__} says that it takes rows in codes")
+
     def apply_with(
-        self, layer: Linear, x: Tensor | DeferredRMSNorm, epilogue: Epilogue, *operands: Any
+        self,
+        layer: Linear,
+        x: Tensor | DeferredRMSNorm | CodedRows,
+        epilogue: Epilogue,
+        *operands: Any,
     ) -> Any:
         """The product, the layer's bias and an epilogue that was not declined.
 
@@ -136,7 +157,9 @@ class UnquantizedLinearMethod(LinearMethod):
         if packed is not None:
             layer.set_packed(packed, "weight")
 
-    def apply(self, layer: Linear, x: Tensor | DeferredRMSNorm, bias: Tensor | None) -> Tensor:
+    def apply(
+        self, layer: Linear, x: Tensor | DeferredRMSNorm | CodedRows, bias: Tensor | None
+    ) -> Tensor:
         """``x @ weight.T + bias``."""
         packed = layer.packed
         if packed is None or isinstance(packed, CodedWeight):
@@ -165,6 +188,10 @@ class UnquantizedLinearMethod(LinearMethod):
         """Whether the residual's addition, before a norm by itself, is part of the product."""
         shape = (call.rows, layer.out_features, layer.in_features, call.dtype, call.gpu)
         return adds_residual(*shape, with_bias=layer.bias is not None)
+
+    def keeps_numbers(self, layer: Linear, call: Call, gated: bool) -> str | None:
+        """The reason why rows are not quantised before the product; None if they are."""
+        return "its rows keep their bits"
 
     def declined(self, layer: Linear, epilogue: Epilogue, call: Call) -> str | None:
         """The reason against fusing: mostly that no kernel takes so many rows of this weight.
@@ -198,15 +225,15 @@ class UnquantizedLinearMethod(LinearMethod):
                 if not fits_head_norms(call.rows, head_dim or 0):
                     return "for so many rows the norms or scales of heads are faster alone"
             return None if fits(deterministic=deterministic) else _NEEDS_CUBLAS
+        if isinstance(epilogue, Quantized):
+            if deterministic:
+                return "a batch-invariant product is one of numbers"
+            return self.keeps_numbers(layer, call, _is_gated(epilogue.then))
         if deterministic:
             return _NEEDS_ALONE
         if isinstance(epilogue, Divide):
             then = epilogue.then
-            gated = (
-                isinstance(then, Activated)
-                and bool(getattr(then.module, "gated", False))
-                and self.declined(layer, then, call) is None
-            )
+            gated = _is_gated(then) and self.declined(layer, then, call) is None
             if call.dtype is not torch.bfloat16:
                 return "without the division float16 could overflow"
             return None if fits(gated=gated) else _NEEDS_CUBLAS
@@ -229,7 +256,11 @@ class UnquantizedLinearMethod(LinearMethod):
         return _RESIDUAL_ALONE
 
     def apply_with(
-        self, layer: Linear, x: Tensor | DeferredRMSNorm, epilogue: Epilogue, *operands: Any
+        self,
+        layer: Linear,
+        x: Tensor | DeferredRMSNorm | CodedRows,
+        epilogue: Epilogue,
+        *operands: Any,
     ) -> Any:
         """One launch, or one with the norm after it."""
         form = _onednn_gelu(layer, epilogue)
@@ -259,10 +290,11 @@ class UnquantizedLinearMethod(LinearMethod):
                 deterministic=deterministic,
             )
         assert isinstance(epilogue, AddNorm), f"{epilogue} was declined"
-        assert isinstance(x, Tensor), "no norm stands before a linear that adds the residual"
+        assert not isinstance(x, DeferredRMSNorm), "no norm stands before a linear that adds"
         residual, may_overwrite = operands
         norm: Any = epilogue.norm
         if epilogue.deferred:
+            assert isinstance(x, Tensor), "a division is left out for few rows"
             given = (x, *product[1:], residual, norm.weight, norm.eps)
             return linear_add(*given, norm_offset=norm.offset)
         centred = isinstance(norm, LayerNorm)
@@ -272,7 +304,13 @@ class UnquantizedLinearMethod(LinearMethod):
             norm_offset=0.0 if centred else norm.offset,
             centred=centred,
             may_overwrite=may_overwrite,
+            form=epilogue.form,
         )
+
+
+def _is_gated(epilogue: Epilogue | None) -> bool:
+    """Whether it is the activation of a gate that multiplies the other half."""
+    return isinstance(epilogue, Activated) and bool(getattr(epilogue.module, "gated", False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -580,13 +618,20 @@ class Linear(MatrixModule):
         each = zip(pieces, parts.values(), strict=True)
         return [piece.narrow(output_dim, part.start, part.size) for piece, part in each]
 
-    def partial(self, x: Tensor) -> Tensor:
+    @property
+    def row_form(self) -> RowForm:
+        """The form of rows that are quantised where they are made, if that is not declined."""
+        return self.method.row_form(self)
+
+    def partial(self, x: Tensor | CodedRows) -> Tensor:
         """This rank's part of the product, without the sum over the ranks and the bias."""
         return self.method.apply(self, x, None)
 
     def declined(self, epilogue: Epilogue, call: Call) -> str | None:
         """The reason why an epilogue is not fused in such a call; None if it is."""
-        if self.rowwise and self.context.tp_size > 1:
+        # What is before the product is before the sum over the ranks.
+        before = isinstance(epilogue, Quantized)
+        if self.rowwise and self.context.tp_size > 1 and not before:
             return self._declined_over_ranks(epilogue, call)
         return self.method.declined(self, epilogue, call)
 
@@ -607,16 +652,20 @@ class Linear(MatrixModule):
         return None if fits_fused_sum(*shape) else "for so many rows the norm is faster alone"
 
     def forward(
-        self, x: Tensor | DeferredRMSNorm, epilogue: Epilogue | None = None, *operands: Any
+        self,
+        x: Tensor | DeferredRMSNorm | CodedRows,
+        epilogue: Epilogue | None = None,
+        *operands: Any,
     ) -> Any:
         """``x [..., in_features of this rank]`` to ``[..., out_features of this rank]``.
 
         With an epilogue, its result; ``operands`` are those of :meth:`Epilogue.plain`. A caller
         with an epilogue has checked that the layer's parts have no forward hooks. x lacks a norm's
-        division only where a :class:`~engine_core.nn.epilogue.Deferral` said so.
+        division only where a :class:`~engine_core.nn.epilogue.Deferral` said so, and is quantised
+        only where a :class:`~engine_core.nn.epilogue.Coding` did.
         """
         if epilogue is not None:
-            call = Call.of(x.values if isinstance(x, DeferredRMSNorm) else x)
+            call = Call.of(x)
             if self.declined(epilogue, call) is None:
                 if self.rowwise and self.context.tp_size > 1:
                     return self._sum_add_norm(x, epilogue, *operands)

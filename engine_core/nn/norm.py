@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.errors import OptionError
-from engine_core.kernels import layer_norm, rms_norm
+from engine_core.kernels import (
+    CodedRows,
+    RowForm,
+    layer_norm,
+    layer_norm_codes,
+    rms_norm,
+    rms_norm_codes,
+)
 from engine_core.nn.distributed import all_reduce, split_heads
 from engine_core.nn.loading import (
     ShapeMismatchError,
@@ -49,6 +56,11 @@ class RMSNorm(Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """``norm(x)``; with ``residual``, ``(norm(x + residual), x + residual)``."""
         return rms_norm(x, self.weight, self.eps, residual=residual, offset=self.offset)
+
+    def codes(self, x: Tensor, residual: Tensor, form: RowForm) -> tuple[CodedRows, Tensor]:
+        """``(norm(x + residual), x + residual)``, the norm's rows quantised."""
+        given = (x, self.weight, self.eps, form)
+        return rms_norm_codes(*given, residual=residual, offset=self.offset)
 
 
 def build_heads_parameter(num_heads: int, head_dim: int) -> nn.Parameter:
@@ -137,3 +149,8 @@ class LayerNorm(Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """``norm(x)``; with ``residual``, ``(norm(x + residual), x + residual)``."""
         return layer_norm(x, self.weight, self.bias, self.eps, residual=residual)
+
+    def codes(self, x: Tensor, residual: Tensor, form: RowForm) -> tuple[CodedRows, Tensor]:
+        """``(norm(x + residual), x + residual)``, the norm's rows quantised."""
+        given = (x, self.weight, self.bias, self.eps, form)
+        return layer_norm_codes(*given, residual=residual)

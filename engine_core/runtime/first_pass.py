@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.errors import ModelError
-from engine_core.kernels import DeferredRMSNorm
+from engine_core.kernels import CodedRows, DeferredRMSNorm
 from engine_core.plugin_code import defined_at, is_own, label
 
 
@@ -98,7 +98,7 @@ def _checked(
         if width is not None:
             x = args[0] if args else next(iter(kwargs.values()), None)
             fits = isinstance(x, Tensor) and x.shape[-1:] == torch.Size([width])
-            if not fits and not isinstance(x, DeferredRMSNorm):
+            if not fits and not isinstance(x, DeferredRMSNorm | CodedRows):
                 raise ModelError(f"{part} takes a tensor [..., {width}], got {shown(x)}")
         result = forward(*args, **kwargs)
         # A part that returns nothing is more suspect than those after it.

@@ -68,28 +68,6 @@ def test_quantised_numbers_are_the_nearest(dtype: torch.dtype) -> None:
     assert (got <= least + 1e-4 * exact.abs()).all()
 
 
-@pytest.mark.parametrize("pairs", [False, True], ids=["plain", "pairs"])
-@pytest.mark.parametrize("given", [False, True], ids=["dynamic", "static"])
-def test_kernel_quantises_rows(given: bool, pairs: bool, launch_device: str) -> None:
-    from engine_core.kernels.linear.fp8 import triton
-
-    k = 256 if pairs else 176
-    x = torch.randn(9, k + 8, device=launch_device)[:, :k]
-    x[2] = 0
-    x[3] *= 100
-    scale = torch.tensor(0.01, device=launch_device) if given else None
-    codes, scales = triton.quantize_rows(x, scale, pairs=pairs)
-    expected, expected_scales = fp8.reference_quantize_rows(x, scale)
-    expected = fp8.paired(expected) if pairs else expected
-    assert torch.allclose(scales, expected_scales, rtol=1e-6)
-    ours, right = (numbers_of(each.cpu()) for each in (codes, expected))
-    # A division that rounds otherwise may move a number that is halfway between two codes. The
-    # interpreter gives half of a power of two where it should round up to that.
-    carried = (right.log2() % 1 == 0) | ((-right).log2() % 1 == 0)
-    same = ours == right if launch_device == "cuda" else (ours == right) | carried
-    assert same.float().mean() > 0.99
-
-
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_scales_are_applied_apart(with_bias: bool, launch_device: str) -> None:
     from engine_core.kernels.linear.fp8 import triton

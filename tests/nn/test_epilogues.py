@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine_core.kernels import GPU
+from engine_core.kernels import GPU, CodedRows, Fp8Weight
 from engine_core.nn import (
     MLP,
     DecoderLayer,
@@ -25,12 +25,23 @@ from engine_core.nn import (
     RMSNorm,
     SelfAttention,
     SparseMoE,
+    build_down_linear,
     build_qkv_proj,
 )
 from engine_core.nn.blocks import agree, link_layers
-from engine_core.nn.epilogue import Activated, AddNorm, Call, Divide, Epilogue, RotateStore
+from engine_core.nn.epilogue import (
+    Activated,
+    AddNorm,
+    Call,
+    Divide,
+    Epilogue,
+    Quantized,
+    RotateStore,
+)
 from engine_core.nn.fusions import fusions
 from engine_core.nn.linear import Linear, LinearMethod, UnquantizedLinearMethod
+from engine_core.nn.quantization.fp8 import Fp8LinearMethod
+from engine_core.nn.quantization.fp8_checkpoint import Fp8CheckpointMethod, Fp8Layout
 from engine_core.runtime.eager import ForwardPass
 from engine_core.step_context import AttentionMetadata, BuildContext, GroupMetadata, building
 
@@ -39,8 +50,8 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 896, 14, 2, 64, 4864
 OPERATIONS = {
     "linear": ("linear", "linear_add", "linear_add_norm", "linear_rotary_store"),
     "epilogue": ("rotary_store", "store_kv"),
-    "norm": ("rms_norm", "layer_norm"),
-    "activation": ("silu_and_mul", "gelu_and_mul"),
+    "norm": ("rms_norm", "layer_norm", "rms_norm_codes", "layer_norm_codes"),
+    "activation": ("silu_and_mul", "gelu_and_mul", "silu_and_mul_codes", "gelu_and_mul_codes"),
     "attention": ("paged_attention", "store_kv"),
     "experts": (
         *("route", "choose_experts", "run_experts"),
@@ -83,9 +94,10 @@ FAMILIES: dict[str, Callable[[], DecoderLayer]] = {
 }
 
 
-def stack(family: str, count: int = 3) -> list[DecoderLayer]:
+def stack(family: str, count: int = 3, ranks: int = 1) -> list[DecoderLayer]:
     """Linked layers with random numbers, the same whenever it is called."""
-    with building(BuildContext(dtype=torch.bfloat16, device=torch.device("cpu"))):
+    device = torch.device("cpu")
+    with building(BuildContext(dtype=torch.bfloat16, device=device, tp_size=ranks)):
         layers = [FAMILIES[family]() for _ in range(count)]
     generator = torch.Generator().manual_seed(0)
     for layer in layers:
@@ -221,6 +233,131 @@ def test_fused_is_as_plain(family: str, rows: int, monkeypatch: pytest.MonkeyPat
     plain = run(watched, rows)
     assert seen == ["Tensor"] * len(watched)
     assert float((got - plain).norm() / plain.norm()) < 0.02
+
+
+CODED = [
+    *("linear", "rotary_store", "paged_attention", "linear_add_norm"),
+    *("linear", "silu_and_mul_codes", "linear_add_norm"),
+]
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Multiplies rows by 8-bit floats as a GPU does; the kinds of rows that came, one by one."""
+    kinds: list[str] = []
+
+    def product(weight: Fp8Weight, x: Tensor | CodedRows, bias: Tensor | None) -> Tensor:
+        kinds.append(type(x).__name__)
+        coded = x if isinstance(x, CodedRows) else CodedRows.of(x, weight.row_form)
+        wide = None if bias is None else bias.float()
+        rows = coded.numbers().float()
+        return nn.functional.linear(rows, weight.numbers(torch.float32), wide).to(x.dtype)
+
+    monkeypatch.setattr(Fp8Weight, "product", product)
+    return kinds
+
+
+def quantize(layers: list[DecoderLayer], scale: Tensor | None = None) -> list[DecoderLayer]:
+    """The same with 8-bit floats, of calibrated activations if there is a scale."""
+    for layer in layers:
+        for linear in [each for each in layer.modules() if isinstance(each, Linear)]:
+            made = Fp8Weight.quantized(linear.weight.data)
+            linear.method = Fp8LinearMethod()
+            form = (made.codes, made.scales, made.dtype, scale)
+            linear.set_packed(Fp8Weight(*form), "weight")
+    return layers
+
+
+@pytest.mark.usefixtures("pretended", "products")
+@pytest.mark.parametrize("rows", [65, 300])
+def test_operations_of_a_layer_whose_rows_are_quantised(rows: int, operations: list[str]) -> None:
+    layers = quantize(stack("llama"))
+    agree(nn.ModuleList(layers), torch.device("cpu"))
+    run(layers, rows)
+    ends = [i for i, name in enumerate(operations) if name == "paged_attention"]
+    expected = list(CODED)
+    if rows > 256:  # the norm applies no scales: it follows by itself
+        expected[3:] = ["linear", "rms_norm_codes", *CODED[4:6], "linear", "rms_norm_codes"]
+    turn = expected.index("paged_attention")
+    assert operations[ends[1] : ends[2]] == expected[turn:] + expected[:turn]
+    # A norm whose division is left out has no rows to be quantised.
+    operations.clear()
+    run(layers, 3)
+    assert not [name for name in operations if name.endswith("codes")]
+
+
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize(
+    ("family", "static", "rows"),
+    [
+        *[("llama", False, 300), ("biases", True, 65)],
+        *[("bloom", False, 65), ("bloom after norm", True, 65)],
+    ],
+)
+def test_rows_in_codes_are_those_of_numbers(
+    family: str, static: bool, rows: int, products: list[str]
+) -> None:
+    """Bit for bit what layers give whose parts are watched, each of which takes numbers."""
+    scale = torch.tensor(0.02) if static else None
+    coded, watched = (quantize(stack(family, 2), scale) for _ in range(2))
+    for layers in (coded, watched):
+        agree(nn.ModuleList(layers), torch.device("cpu"))
+    for layer in watched:
+        for part in (layer, layer.mlp.act):
+            part.register_forward_hook(lambda module, args, output: None)
+    plain = run(watched, rows)
+    assert set(products) == {"Tensor"}
+    products.clear()
+    torch.testing.assert_close(run(coded, rows), plain, rtol=0, atol=0)
+    # Of q, k and v's linear, o's, the first and the last of the feed-forward; in the first layer a
+    # norm stands alone.
+    kinds = [product == "CodedRows" for product in products]
+    norms = family != "bloom after norm"
+    gated = family in ("llama", "biases")
+    assert kinds[:4] == [False, False, norms, gated]
+    assert kinds[4:8] == [norms, False, norms, gated]
+
+
+@pytest.mark.usefixtures("pretended")
+def test_ranks_quantise_their_parts_of_rows(
+    products: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank's terms are the same."""
+    monkeypatch.setattr("engine_core.nn.linear.all_reduce", lambda x, _: 2 * x)
+    coded, watched = (quantize(stack("llama", 2, ranks=2)) for _ in range(2))
+    for layers in (coded, watched):
+        agree(nn.ModuleList(layers), torch.device("cpu"))
+    for layer in watched:
+        for part in (layer, layer.mlp.act):
+            part.register_forward_hook(lambda module, args, output: None)
+    plain = run(watched, 96)
+    products.clear()
+    torch.testing.assert_close(run(coded, 96), plain, rtol=0, atol=0)
+    assert products[4:8] == ["CodedRows", "Tensor", "CodedRows", "CodedRows"]
+
+
+def test_which_linears_take_rows_in_codes() -> None:
+    def refusal(
+        method: LinearMethod, rows: int = 96, gpu: GPU | None = H200, **options: Any
+    ) -> str:
+        with building(context(**options)):
+            linear = build_down_linear(4096, 512)
+        linear.method = method
+        call = Call(rows, torch.bfloat16, gpu)
+        return linear.declined(Quantized(None), call) or ""
+
+    assert refusal(Fp8LinearMethod()) == refusal(Fp8LinearMethod(), tp_size=2) == ""
+    assert "few rows" in refusal(Fp8LinearMethod(), 64)
+    assert "device" in refusal(Fp8LinearMethod(), gpu=None)
+    assert "matrix units" in refusal(Fp8LinearMethod(), gpu=GPU.of_capability((8, 0)))
+    assert "batch-invariant" in refusal(Fp8LinearMethod(), deterministic=True)
+    assert "keep their bits" in refusal(UnquantizedLinearMethod())
+    blocks = Fp8Layout("weight_scale_inv", True, None, True)
+    assert "blocks" in refusal(Fp8CheckpointMethod(blocks, False))
+    weights_alone = Fp8Layout("weight_scale", False, None, False)
+    assert "no activations" in refusal(Fp8CheckpointMethod(weights_alone, False))
+    assert refusal(Fp8CheckpointMethod(Fp8Layout("weight_scale", False, None, True), False)) == ""
+    assert "fuses nothing" in refusal(OtherMethod())
 
 
 @pytest.mark.usefixtures("pretended")
@@ -486,6 +623,25 @@ def test_fusions_are_listed_by_kind_of_layer() -> None:
     first, *_, up = fusions(wide, H200, torch.bfloat16)
     assert (first.linear, first.rows) == ("self_attn.qkv_proj", "1-64")  # keys are stored
     assert (up.linear, up.reason) == ("mlp.up_proj", None)
+    for layer in model.layers:
+        for linear in [each for each in layer.modules() if isinstance(each, Linear)]:
+            linear.method = Fp8LinearMethod()
+    coded = {
+        (f.linear, f.epilogue): (f.rows, f.reason)
+        for f in fusions(model, H200, torch.bfloat16)
+        if f.epilogue.startswith("rows quantised") and f.layers == "layers.0-2"
+    }
+    assert coded == {
+        (linear, f"rows quantised by the {maker}"): (
+            "65-8192",
+            "so few rows keep their 16 bits",
+        )
+        for linear, maker in (
+            ("self_attn.o_proj, next linear", "norm between them"),
+            ("mlp.down_proj, next linear", "norm between them"),
+            ("mlp.down_proj", "activation"),
+        )
+    }
     ends = [linear for layers, linear, _ in rows if layers == "layers.3"]
     assert "mlp.down_proj" not in ends
     assert all(f.rows == "" and f.reason for f in fusions(model, None, torch.bfloat16))

@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from engine_core.kernels.launch.triton import launch_dependents, pdl_options, wait
+from engine_core.kernels.row_codes import CodedRows, RowForm
+from engine_core.kernels.row_codes.triton import empty_rows, store_codes, tile_of
 
 
 @triton.jit
@@ -46,6 +48,34 @@ def _act_and_mul_kernel(
     up = tl.load(x_ptr + row * x_stride + SIZE + cols, mask=mask, other=0.0).to(tl.float32)
     y = activated(gate, ACTIVATION) * up
     tl.store(out_ptr + row * SIZE + cols, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _act_and_mul_codes_kernel(
+    codes_ptr,
+    scales_ptr,
+    given_scale_ptr,
+    x_ptr,
+    num_rows,
+    x_stride,
+    SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    launch_dependents(PDL)
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    cols = tl.arange(0, BLOCK)
+    row_mask = rows < num_rows
+    mask = row_mask[:, None] & (cols < SIZE)[None, :]
+    x_ptrs = x_ptr + rows[:, None] * x_stride + cols[None, :]
+    wait(PDL)
+    gate = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x_ptrs + SIZE, mask=mask, other=0.0).to(tl.float32)
+    y = (activated(gate, ACTIVATION) * up).to(x_ptr.dtype.element_ty).to(tl.float32)
+    store_codes(codes_ptr, scales_ptr, given_scale_ptr, y, rows, row_mask, cols, SIZE, PAIRS)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -88,4 +118,30 @@ def act_and_mul(x: Tensor, activation: str) -> Tensor:
         num_warps=4,
         **pdl_options(x.device),
     )
+    return out
+
+
+def act_and_mul_codes(x: Tensor, activation: str, form: RowForm) -> CodedRows:
+    """The same, quantised row by row: a program has whole rows."""
+    size = x.shape[-1] // 2
+    out = empty_rows(torch.Size((*x.shape[:-1], size)), x, form)
+    num_rows = out.numel() // size
+    if num_rows:
+        rows = x.reshape(num_rows, 2 * size)
+        block, block_rows, num_warps = tile_of(size)
+        _act_and_mul_codes_kernel[(triton.cdiv(num_rows, block_rows),)](
+            out.codes,
+            out.scales,
+            form.scale,
+            rows,
+            num_rows,
+            rows.stride(0),
+            SIZE=size,
+            BLOCK_ROWS=block_rows,
+            BLOCK=block,
+            ACTIVATION=activation,
+            PAIRS=form.pairs,
+            num_warps=num_warps,
+            **pdl_options(x.device),
+        )
     return out

@@ -15,8 +15,9 @@ from engine_core.kernels.linear.coded import CodedWeight, numbers_of
 from engine_core.kernels.linear.fp8 import Fp8Weight
 from engine_core.kernels.linear.groups import GroupWeight
 from engine_core.kernels.linear.reference import Activation, DeferredRMSNorm, taken_apart
-from engine_core.kernels.norm import layer_norm, rms_norm
+from engine_core.kernels.norm import layer_norm, layer_norm_codes, rms_norm, rms_norm_codes
 from engine_core.kernels.rotary_store import check_norms, rotary_store
+from engine_core.kernels.row_codes import CodedRows, RowForm
 
 __all__ = [
     "Activation",
@@ -38,7 +39,7 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 def linear(
-    x: Tensor | DeferredRMSNorm,
+    x: Tensor | DeferredRMSNorm | CodedRows,
     weight: Tensor | CodedWeight,
     bias: Tensor | None = None,
     *,
@@ -53,7 +54,8 @@ def linear(
     many rows if ``gated``.
 
     Args:
-        x: ``[..., K]``, or what an RMSNorm gave without its division.
+        x: ``[..., K]``, or what an RMSNorm gave without its division, or rows in the form that an
+            :class:`Fp8Weight` takes.
         weight: ``[N, K]``, x's dtype or codes; if ``gated`` N is even, the gate's rows
             before those of up.
         bias: ``[N]``, or None.
@@ -70,6 +72,8 @@ def linear(
         ValueError: weight or bias does not fit x, or batch invariance is asked for where there is
             none.
     """
+    if isinstance(x, CodedRows):
+        return reference.activate(_of_codes(x, weight, bias), gated, activation)
     values, squares, _ = taken_apart(x)
     _check("linear", values, weight, bias)
     if gated and weight.shape[0] % 2:
@@ -111,6 +115,20 @@ def linear(
         out = torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)
         return out.view(*values.shape[:-1], out.shape[-1])
     return reference.linear(x, weight, bias, gated=gated, activation=activation)
+
+
+def _of_codes(x: CodedRows, weight: Tensor | CodedWeight, bias: Tensor | None) -> Tensor:
+    """The product of rows that are quantised already, in the form of the weight."""
+    _check("linear", x, weight, bias)
+    if not isinstance(weight, Fp8Weight) or weight.row_form.pairs != x.pairs:
+        raise ValueError(
+            f"linear: rows in codes are multiplied by an Fp8Weight of their form, got "
+            f"{type(weight).__name__} {tuple(weight.shape)} and pairs={x.pairs}"
+        )
+    product = weight.product(x, bias)
+    if product is not None:
+        return product
+    return reference.linear(x.numbers(), weight.numbers(x.dtype), bias, gated=False)
 
 
 def linear_add(
@@ -156,7 +174,7 @@ def linear_add(
 
 
 def linear_add_norm(
-    x: Tensor,
+    x: Tensor | CodedRows,
     weight: Tensor | CodedWeight,
     bias: Tensor | None,
     residual: Tensor,
@@ -167,7 +185,8 @@ def linear_add_norm(
     norm_offset: float = 0.0,
     centred: bool = False,
     may_overwrite: bool = False,
-) -> tuple[Tensor, Tensor]:
+    form: RowForm | None = None,
+) -> tuple[Any, Tensor]:
     """A linear, the addition of the residual and the norm that follow it, divided.
 
     On a GPU, where that was seen to be faster, the norm adds up partial sums of the linear, or the
@@ -175,7 +194,7 @@ def linear_add_norm(
     before, too, as by an op of its own. The norm rounds as one by itself.
 
     Args:
-        x: ``[..., K]``.
+        x: ``[..., K]``, or rows in codes, as of :func:`linear`.
         weight: ``[N, K]``, x's dtype or codes.
         bias: ``[N]``, or None.
         residual: ``[..., N]``, x's dtype, the last dimension contiguous.
@@ -185,9 +204,11 @@ def linear_add_norm(
         norm_offset: added to an RMSNorm's weight.
         centred: whether it is a LayerNorm, not an RMSNorm.
         may_overwrite: whether the sum may take the place of ``residual``, which is then returned.
+        form: of the norm's rows; None for numbers.
 
     Returns:
-        The norm of ``residual + linear(x)``, and that sum, both ``[..., N]``.
+        The norm of ``residual + linear(x)``, :class:`CodedRows` if they have a form, and that sum,
+        both ``[..., N]``.
 
     Raises:
         ValueError: shapes or dtypes are not as above.
@@ -195,23 +216,25 @@ def linear_add_norm(
     _check_added("linear_add_norm", x, weight, bias, residual, norm_weight)
     n, k = weight.shape
     rows = x.numel() // k
-    dense = all(t is None or t.is_contiguous() for t in (x, bias, norm_weight, norm_bias))
+    dense = all(t is None or t.is_contiguous() for t in (bias, norm_weight, norm_bias))
     if isinstance(weight, Fp8Weight):
-        apart = weight.multiplies_codes and fp8.scales_apart(rows, n, k, x.dtype, gpu_of(x.device))
-        if apart and dense and rows and _tile(x, weight, gated=False) is None:
+        if dense and rows and _applies_scales_later(x, weight):
             from engine_core.kernels.norm import triton as norm
 
-            product, scales = fp8.unscaled(x.view(-1, k), weight)
+            product, scales = fp8.unscaled(x, weight)
             return norm.sum_add_norm(
                 *(product[None], bias, residual, norm_weight, eps),
                 norm_bias=norm_bias,
                 centred=centred,
                 offset=norm_offset,
                 scales=(scales, weight.scales),
+                form=form,
             )
     elif (
         isinstance(weight, Tensor)
+        and isinstance(x, Tensor)
         and x.is_cuda
+        and x.is_contiguous()
         and dense
         and weight.is_contiguous()
         and _tile(x, weight, gated=False) is None
@@ -228,22 +251,39 @@ def linear_add_norm(
                 norm_bias=norm_bias,
                 centred=centred,
                 offset=norm_offset,
+                form=form,
             )
         # Into another tensor cuBLAS would copy the residual first, and it adds no bias besides.
         in_place = may_overwrite and bias is None and residual.is_contiguous()
         if in_place and rows >= tiles.table_of(gpu_of(x.device)).adds_from:
             residual.view(-1, n).addmm_(x.view(-1, k), weight.t())
             if centred:
-                return layer_norm(residual, norm_weight, norm_bias, eps), residual
-            return rms_norm(residual, norm_weight, eps, offset=norm_offset), residual
+                normed = layer_norm(residual, norm_weight, norm_bias, eps)
+            else:
+                normed = rms_norm(residual, norm_weight, eps, offset=norm_offset)
+            return normed if form is None else CodedRows.of(normed, form), residual
     product = linear(x, weight, bias)
+    if form is not None:
+        if centred:
+            return layer_norm_codes(product, norm_weight, norm_bias, eps, form, residual=residual)
+        given = (product, norm_weight, eps, form)
+        return rms_norm_codes(*given, residual=residual, offset=norm_offset)
     if centred:
         return layer_norm(product, norm_weight, norm_bias, eps, residual=residual)
     return rms_norm(product, norm_weight, eps, residual=residual, offset=norm_offset)
 
 
+def _applies_scales_later(x: Tensor | CodedRows, weight: Fp8Weight) -> bool:
+    """Whether what follows a product of such rows applies the scales."""
+    n, k = weight.shape
+    rows, gpu = x.numel() // k, gpu_of(x.device)
+    if not weight.multiplies_codes or not fp8.scales_apart(rows, n, k, x.dtype, gpu):
+        return False
+    return isinstance(x, CodedRows) or _tile(x, weight, gated=False) is None
+
+
 def linear_rotary_store(
-    x: Tensor | DeferredRMSNorm,
+    x: Tensor | DeferredRMSNorm | CodedRows,
     weight: Tensor | CodedWeight,
     bias: Tensor | None,
     cos: Tensor | None,
@@ -266,7 +306,7 @@ def linear_rotary_store(
     results; one launch where a kernel is used for so few rows.
 
     Args:
-        x: ``[..., K]`` of T rows, or what an RMSNorm gave without its division.
+        x: ``[..., K]`` of T rows, or of the other kinds that :func:`linear` takes.
         weight: ``[(Hq + 2 Hk) * D, K]``, x's dtype or codes: the rows of all queries, keys,
             then values.
         bias: ``[(Hq + 2 Hk) * D]``, or None.
@@ -291,7 +331,7 @@ def linear_rotary_store(
     Raises:
         ValueError: shapes, dtypes or strides are not as above.
     """
-    values, squares, _ = taken_apart(x)
+    values, squares, _ = (x, None, 0.0) if isinstance(x, CodedRows) else taken_apart(x)
     _check("linear_rotary_store", values, weight, bias)
     num_kv_heads, head_dim = cache_parts(k_cache)[0].shape[2:]
     num_heads = weight.shape[0] // head_dim - 2 * num_kv_heads
@@ -312,9 +352,14 @@ def linear_rotary_store(
     rows = values.numel() // values.shape[-1]
     whole = q_weight is not None or k_cache.dtype in CODE_TOPS
     fits = not whole or (alike and fits_head_norms(rows, head_dim))
-    if fits and _rotates_and_stores(values, cos, sin, k_cache, v_cache, slot_mapping):
+    if (
+        isinstance(values, Tensor)
+        and fits
+        and _rotates_and_stores(values, cos, sin, k_cache, v_cache, slot_mapping)
+    ):
         tile = _tile(values, weight, gated=False, deterministic=deterministic)
     if tile is not None:
+        assert not isinstance(x, CodedRows), "many rows are in codes, and have no tile"
         from engine_core.kernels.linear import triton
 
         stored = triton.Stored.of(
@@ -398,8 +443,11 @@ def adds_residual(
     return not with_bias and rows >= tiles.table_of(gpu).adds_from
 
 
-def _check_invariant(op: str, x: Tensor, weight: Tensor, squares: Tensor | None) -> None:
-    if squares is not None or not x.is_cuda or x.dtype != weight.dtype:
+def _check_invariant(
+    op: str, x: Tensor | CodedRows, weight: Tensor, squares: Tensor | None
+) -> None:
+    number = isinstance(x, Tensor) and squares is None and x.is_cuda
+    if not number or x.dtype != weight.dtype:
         raise ValueError(
             f"{op}: batch invariance takes x on a GPU in the weight's dtype and with its norm "
             f"divided, got {x.dtype} on {x.device} and a weight of {weight.dtype}"
@@ -411,7 +459,9 @@ def _check_invariant(op: str, x: Tensor, weight: Tensor, squares: Tensor | None)
         )
 
 
-def _check(op: str, x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None) -> None:
+def _check(
+    op: str, x: Tensor | CodedRows, weight: Tensor | CodedWeight, bias: Tensor | None
+) -> None:
     out_features, in_features = weight.shape
     if x.shape[-1] != in_features or (bias is not None and bias.shape != (out_features,)):
         raise ValueError(
@@ -423,7 +473,7 @@ def _check(op: str, x: Tensor, weight: Tensor | CodedWeight, bias: Tensor | None
 
 def _check_added(
     op: str,
-    x: Tensor,
+    x: Tensor | CodedRows,
     weight: Tensor | CodedWeight,
     bias: Tensor | None,
     residual: Tensor,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import overload
+from functools import partial
+from typing import Any, overload
 
 from torch import Tensor
 
+from engine_core.kernels import row_codes
 from engine_core.kernels.norm import cpu
+from engine_core.kernels.row_codes import CodedRows, RowForm
 
-__all__ = ["layer_norm", "rms_norm"]
+__all__ = ["layer_norm", "layer_norm_codes", "rms_norm", "rms_norm_codes"]
 
 
 @overload
@@ -83,6 +86,64 @@ def layer_norm(
     return _norm("layer_norm", x, weight, bias, eps, residual, centred=True)
 
 
+def rms_norm_codes(
+    x: Tensor, weight: Tensor, eps: float, form: RowForm, *, residual: Tensor, offset: float = 0.0
+) -> tuple[CodedRows, Tensor]:
+    """:func:`rms_norm`, its rows quantised from what it rounds to; one launch on a GPU.
+
+    Args:
+        x: as of :func:`rms_norm`, as all but form.
+        weight: of the norm.
+        eps: of the norm.
+        form: of the rows.
+        residual: added to x first.
+        offset: of the norm.
+
+    Returns:
+        The rows that :func:`rms_norm` gives, in codes as of :func:`quantize_rows`, bit for bit; and
+        the sum that was normalised.
+
+    Raises:
+        ValueError: as :func:`rms_norm`.
+    """
+    given = ("rms_norm_codes", x, weight, None, eps, residual, form)
+    return _norm_codes(*given, centred=False, offset=offset)
+
+
+def layer_norm_codes(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, form: RowForm, *, residual: Tensor
+) -> tuple[CodedRows, Tensor]:
+    """:func:`layer_norm`, as :func:`rms_norm_codes` is :func:`rms_norm`."""
+    given = ("layer_norm_codes", x, weight, bias, eps, residual, form)
+    return _norm_codes(*given, centred=True)
+
+
+def _norm_codes(
+    op: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor,
+    form: RowForm,
+    *,
+    centred: bool,
+    offset: float = 0.0,
+) -> tuple[CodedRows, Tensor]:
+    _check(op, x, weight, bias, residual)
+    options: dict[str, Any] = {"residual": residual, "centred": centred, "offset": offset}
+    norm: Any = cpu.norm
+    if x.is_cuda:
+        from engine_core.kernels.norm import triton
+
+        norm = triton.norm
+        if row_codes.fits(x.shape[-1]):
+            norm = partial(norm, form=form)
+    normed, total = norm(x, weight, bias, eps, **options)
+    assert total is not None, "there is a residual"
+    return normed if isinstance(normed, CodedRows) else CodedRows.of(normed, form), total
+
+
 def _norm(
     op: str,
     x: Tensor,
@@ -94,6 +155,19 @@ def _norm(
     centred: bool,
     offset: float = 0.0,
 ) -> Tensor | tuple[Tensor, Tensor]:
+    _check(op, x, weight, bias, residual)
+    norm = cpu.norm
+    if x.is_cuda:
+        from engine_core.kernels.norm import triton
+
+        norm = triton.norm
+    normed, total = norm(x, weight, bias, eps, residual=residual, centred=centred, offset=offset)
+    return normed if total is None else (normed, total)
+
+
+def _check(
+    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
+) -> None:
     size = x.shape[-1:]
     if weight.shape != size or (bias is not None and bias.shape != size):
         raise ValueError(
@@ -112,10 +186,3 @@ def _norm(
             f"{op}: residual is {tuple(residual.shape)} {residual.dtype}, x {tuple(x.shape)} "
             f"{x.dtype}; they must agree"
         )
-    norm = cpu.norm
-    if x.is_cuda:
-        from engine_core.kernels.norm import triton
-
-        norm = triton.norm
-    normed, total = norm(x, weight, bias, eps, residual=residual, centred=centred, offset=offset)
-    return normed if total is None else (normed, total)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from engine_core.kernels.launch.triton import launch_dependents, pdl_options, wait
+from engine_core.kernels.row_codes import CodedRows, RowForm
+from engine_core.kernels.row_codes.triton import empty_rows, store_codes
 
 
 @triton.jit
@@ -41,6 +45,8 @@ def _norm_kernel(
     bias_ptr,
     chosen_ptr,
     out_ptr,
+    out_scales_ptr,
+    given_scale_ptr,
     total_ptr,
     num_rows,
     inner_rows,
@@ -54,12 +60,15 @@ def _norm_kernel(
     PARTS: tl.constexpr,
     CENTRED: tl.constexpr,
     OFFSET: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    PAIRS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """x is the sum of PARTS tensors, perhaps times scales, and perhaps of a bias of its own.
 
     Where there are ``chosen [num_rows, PARTS]``, a part of a row counts if its number is one of 0
-    to ``num_chosen`` - 1.
+    to ``num_chosen`` - 1. The result is rounded to ELEMENT. With ``out_scales`` that are not None
+    ``out`` takes its codes.
     """
     launch_dependents(PDL)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -96,12 +105,19 @@ def _norm_kernel(
     if OFFSET != 0:
         weight += OFFSET
     elif not CENTRED:
-        y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
+        y = y.to(ELEMENT).to(tl.float32)
     y = y * weight[None, :]
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
         y = y + bias[None, :]
-    tl.store(out_ptr + out_offsets, y.to(out_ptr.dtype.element_ty), mask=mask)
+    y = y.to(ELEMENT)
+    if out_scales_ptr is None:
+        tl.store(out_ptr + out_offsets, y, mask=mask)
+    else:
+        y = tl.where(mask, y.to(tl.float32), 0.0)
+        store_codes(
+            out_ptr, out_scales_ptr, given_scale_ptr, y, rows, rows < num_rows, cols, H, PAIRS
+        )
 
 
 def norm(
@@ -113,19 +129,30 @@ def norm(
     residual: Tensor | None,
     centred: bool,
     offset: float = 0.0,
-) -> tuple[Tensor, Tensor | None]:
-    """LayerNorm if ``centred``, else RMSNorm; returns the result and the sum with the residual."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = None if residual is None else torch.empty_like(out)
-    num_rows = out.numel() // x.shape[-1]
+    form: RowForm | None = None,
+) -> tuple[Any, Tensor | None]:
+    """LayerNorm if ``centred``, else RMSNorm; returns the result and the sum with the residual.
+
+    The result is :class:`CodedRows` if they have a ``form``.
+    """
+    out = _room(x, form)
+    total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    num_rows = x.numel() // x.shape[-1]
     if num_rows == 0:
         return out, total
     if x.dim() != 3:
         x = x.reshape(1, num_rows, x.shape[-1])
         residual = None if residual is None else residual.reshape(x.shape)
     given = (x[None], None, None, residual, weight, bias, eps, out, total)
-    _launch(*given, centred=centred, offset=offset)
+    _launch(*given, centred=centred, offset=offset, form=form)
     return out, total
+
+
+def _room(x: Tensor, form: RowForm | None) -> Tensor | CodedRows:
+    """For the norm of ``x``."""
+    if form is not None:
+        return empty_rows(x.shape, x, form)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def sum_add_norm(
@@ -140,22 +167,23 @@ def sum_add_norm(
     offset: float = 0.0,
     scales: tuple[Tensor, Tensor] | None = None,
     chosen: tuple[Tensor, int] | None = None,
-) -> tuple[Tensor, Tensor]:
+    form: RowForm | None = None,
+) -> tuple[Any, Tensor]:
     """Norm of ``residual [..., H]``, ``bias [H]`` and ``partial [parts, rows, H]`` added up.
 
     The sum is float32, the parts in their order first, and rounded once. ``scales``, of the rows
     and ``[H]`` of the columns, float32, multiply the sum of the parts. ``chosen`` has numbers
     ``[rows, parts]`` int32, contiguous, and how many there are: a part of a row whose number is
     none of them adds nothing, whatever is there. Returns the result and the sum of all, both of
-    residual's shape and dtype.
+    residual's shape and dtype; the result in a ``form`` as :func:`norm`.
     """
-    out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
-    total = torch.empty_like(out)
+    out = _room(residual, form)
+    total = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
     if total.numel() == 0:
         return out, total
     residual = residual.reshape(1, *partial.shape[1:])
     given = (partial[:, None], bias, scales, residual, weight, norm_bias, eps, out, total)
-    _launch(*given, centred=centred, offset=offset, chosen=chosen)
+    _launch(*given, centred=centred, offset=offset, chosen=chosen, form=form)
     return out, total
 
 
@@ -167,12 +195,13 @@ def _launch(
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
-    out: Tensor,
+    out: Tensor | CodedRows,
     total: Tensor | None,
     *,
     centred: bool,
     offset: float,
     chosen: tuple[Tensor, int] | None = None,
+    form: RowForm | None,
 ) -> None:
     """Fill ``out`` and ``total`` from ``x [parts, outer, inner, H]``, not empty.
 
@@ -188,6 +217,7 @@ def _launch(
     # sum is added up in the same order however many there are.
     block_rows = max(1, 2048 // block_h)
     ids, num_chosen = chosen or (None, 0)
+    codes = out if isinstance(out, CodedRows) else None
     _norm_kernel[(triton.cdiv(num_rows, block_rows),)](
         x,
         x_bias,
@@ -196,7 +226,9 @@ def _launch(
         weight,
         bias,
         ids,
-        out,
+        out if codes is None else codes.codes,
+        codes and codes.scales,
+        form and form.scale,
         total,
         num_rows,
         inner_rows,
@@ -211,6 +243,8 @@ def _launch(
         PARTS=parts,
         CENTRED=centred,
         OFFSET=offset,
+        ELEMENT=getattr(tl, str(out.dtype).removeprefix("torch.")),
+        PAIRS=codes is not None and codes.pairs,
         num_warps=4 if block_h <= 2048 else 8 if block_h <= 8192 else 16,
         **pdl_options(x.device),
     )

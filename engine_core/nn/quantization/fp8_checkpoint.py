@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.errors import ConfigError, ErrorCode, OptionError
-from engine_core.kernels import Fp8Weight
+from engine_core.kernels import Fp8Weight, RowForm
 from engine_core.kernels.linear import fp8
 from engine_core.nn.epilogue import Call
 from engine_core.nn.linear import Linear, LinearMethod, UnquantizedLinearMethod
@@ -86,6 +86,23 @@ class Fp8Method(UnquantizedLinearMethod):
         """Where the norm applies the scales."""
         shape = (call.rows, layer.out_features, layer.in_features, call.dtype, call.gpu)
         return self.quantizes_rows and fp8.adds_residual(*shape)
+
+    def keeps_numbers(self, layer: Linear, call: Call, gated: bool) -> str | None:
+        """For few rows, and where no matrix units multiply codes."""
+        n, k = layer.out_features, layer.in_features
+        if not self.quantizes_rows:
+            return "blocks of the weight have scales, or the checkpoint quantises no activations"
+        if self.fits(layer, call, gated=gated):
+            return "so few rows keep their 16 bits"
+        if not fp8.multiplies_in_fp8(n, k, call.dtype, call.gpu):
+            return "no matrix units multiply such codes"
+        return None
+
+    def row_form(self, layer: Linear) -> RowForm:
+        """That of the weight."""
+        packed = layer.packed
+        assert isinstance(packed, Fp8Weight), "a GPU has the codes"
+        return packed.row_form
 
 
 class Fp8CheckpointMethod(Fp8Method):

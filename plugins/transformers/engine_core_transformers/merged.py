@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from engine_core.nn import Linear, build_merged_colwise_linear
 from engine_core.nn.activation import build_gated_activation
 from engine_core.nn.blocks import FeedForward
-from engine_core.nn.epilogue import Epilogue
+from engine_core.nn.epilogue import Activated
 from engine_core.nn.module import Module
 
 # Whether a linear's rows, and not its inputs, are what the ranks share out, if they share any.
@@ -86,7 +86,7 @@ class GatedMLP(FeedForward):
         self.gate_up_proj, self.down_proj = gate_up, down
         self.act = build_gated_activation(activation)
 
-    def ends(self) -> tuple[Linear, Epilogue, Linear]:
+    def ends(self) -> tuple[Linear, Activated, Linear]:
         """The gate's and up's linear, which is activated, and down's."""
         return self._between(self.gate_up_proj, self.down_proj)
 

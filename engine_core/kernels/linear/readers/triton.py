@@ -31,8 +31,9 @@ from torch import Tensor
 
 from engine_core.kernels.launch.triton import prefetch_l2
 from engine_core.kernels.linear.coded import CodedWeight
-from engine_core.kernels.linear.fp8 import BLOCK, Fp8Weight
+from engine_core.kernels.linear.fp8 import Fp8Weight
 from engine_core.kernels.linear.groups import GroupWeight
+from engine_core.kernels.row_codes import BLOCK
 
 
 @triton.jit
