@@ -189,6 +189,10 @@ class UnquantizedLinearMethod(LinearMethod):
         shape = (call.rows, layer.out_features, layer.in_features, call.dtype, call.gpu)
         return adds_residual(*shape, with_bias=layer.bias is not None)
 
+    def scales_later(self, layer: Linear, call: Call) -> bool:
+        """Whether rotation and storing apply the scales of a product, which needs no kernel."""
+        return False
+
     def keeps_numbers(self, layer: Linear, call: Call, gated: bool) -> str | None:
         """The reason why rows are not quantised before the product; None if they are."""
         return "its rows keep their bits"
@@ -219,6 +223,8 @@ class UnquantizedLinearMethod(LinearMethod):
             head_dim = getattr(layer, "head_dim", None)
             if head_dim != getattr(layer, "v_head_dim", None):
                 return "heads of values have another size"
+            if not deterministic and self.scales_later(layer, call):
+                return None
             if epilogue.q_norm is not None or layer.context.kv_cache_dtype != "auto":
                 if not fits_head_norms(1, head_dim or 0):
                     return "tiles do not make up a head, which norms and scales of heads need whole"

@@ -14,7 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from engine_core.kernels import DeferredRMSNorm, GroupWeight, Routing
+from engine_core.kernels import DeferredRMSNorm, GroupWeight, Routing, row_codes
+from engine_core.kernels.activation import triton as activations
 from engine_core.kernels.block_linear import FORMS, group_weight
 from engine_core.kernels.experts import triton as experts
 from engine_core.kernels.gpu import GPU
@@ -24,6 +25,7 @@ from engine_core.kernels.linear.readers.triton import GroupReader
 from engine_core.kernels.norm import triton as norms
 from engine_core.kernels.rank_sum import RankMemory
 from engine_core.kernels.rank_sum import triton as rank_sums
+from engine_core.kernels.rotary_store import triton as rotary_stores
 
 HOPPER = (9, 0)
 
@@ -44,7 +46,8 @@ class AbsentGPU:
 def compile_launches() -> list[Any]:
     """From now on each launch only compiles; what it compiled is added to the list."""
     driver.set_active(AbsentGPU())
-    for module in (kernels, groups, experts, experts.few, norms, rank_sums):
+    rows = (row_codes.triton, norms, activations, rotary_stores)
+    for module in (kernels, groups, experts, experts.few, rank_sums, *rows):
         module.pdl_options = lambda device: {"PDL": True, "launch_pdl": True}
     run, found = JITFunction.run, []
 
@@ -111,6 +114,30 @@ def compile_rank_sums(found: list[Any]) -> bool:
     return made
 
 
+def compile_row_codes(found: list[Any]) -> bool:
+    """Whether norms and activations that quantise, and the rotation of a product without its
+    scales, become machine code; codes are stored 16 bytes at a time."""
+    begin, wide = len(found), []
+    x, scale = torch.zeros(96, 4096).bfloat16(), torch.zeros(96)
+    form = row_codes.RowForm(None, True)
+    norms.norm(x, x[0], None, 1e-5, residual=x, centred=False, form=form)
+    norms.sum_add_norm(x[None], None, x, x[0], 1e-5, scales=(scale, torch.zeros(4096)), form=form)
+    activations.act_and_mul_codes(x, "silu", form)
+    row_codes.triton.quantize_rows(x, pairs=True)
+    for kernel in found[begin:]:
+        ptx = kernel.asm["ptx"]
+        wide.append("st.global.b8" not in ptx and "st.global.v4.b32" in ptx)
+    q, k, v = x.view(96, 32, 128).split((24, 4, 4), 1)
+    angles = torch.zeros(96, 64)
+    cache = torch.zeros(8, 16, 4, 132, dtype=torch.float8_e4m3fn)
+    slots = torch.zeros(96, dtype=torch.int64)
+    rotary_stores.rotary_store(
+        q, k, v, angles, angles, cache, cache, slots, q_weight=None, k_weight=None, eps=0.0,
+        interleaved=False, scales=(scale, torch.zeros(4096)),
+    )  # fmt: skip
+    return all(wide) and len(wide) == 4 and all(kernel.asm["cubin"] for kernel in found[begin:])
+
+
 WAITS, LAUNCHES = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 
 
@@ -118,10 +145,13 @@ def main(names: list[str]) -> None:
     """Compile the products and the numbers of weights: block types, or bits such as "int4".
 
     "experts" are the kernels of a layer of experts for one token, "rank_sums" those of sums over
-    ranks.
+    ranks, "row_codes" those of rows that are quantised where they are made.
     """
     found = compile_launches()
     for name in names:
+        if name == "row_codes":
+            sys.stdout.write(f"{name} {compile_row_codes(found)}\n")
+            continue
         if name == "experts":
             sys.stdout.write(f"{name} {compile_experts(found)}\n")
             continue

@@ -161,3 +161,61 @@ def test_preconditions() -> None:
     wide = torch.zeros(7, 9)
     with pytest.raises(ValueError, match="exceed the head dimension 16"):
         rotary_store(*given[:3], wide, wide, *given[5:], **options)
+
+
+PRODUCTS: list[dict[str, Any]] = [
+    {},
+    {"norm": True, "dtype": torch.bfloat16},
+    {"half": 5, "v_head_dim": 24, "dtype": torch.float16},
+    {"interleaved": True, "heads": 33, "kv_heads": 3},
+]
+
+
+@pytest.mark.parametrize("where", ["operation", "kernel"])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("options", PRODUCTS, ids=str)
+def test_applies_the_scales_of_a_product(
+    options: dict[str, Any], with_bias: bool, where: str, launch_device: str
+) -> None:
+    """The same as of what was scaled and rounded; bit for bit if a launch of its own did that."""
+    from engine_core.kernels.linear.fp8 import triton as fp8
+    from engine_core.kernels.rotary_store import triton
+
+    op = rotary_store if where == "operation" else triton.rotary_store
+    device = "cpu" if where == "operation" else launch_device
+    given, norms = make(device, **options)
+    parts, dtype = given[:3], given[0].dtype
+    width = sum(part[0].numel() for part in parts)
+    rows, columns = (torch.rand(size, device=device) + 0.5 for size in (len(parts[0]), width))
+    bias = torch.randn(width, device=device).to(dtype) if with_bias else None
+    flat = torch.cat([part.flatten(1) for part in parts], 1)
+    whole = flat.double() * rows.double()[:, None] * columns.double()
+    whole = (whole if bias is None else whole + bias.double()).to(dtype)
+    if where == "kernel":
+        exact, whole = whole, fp8.rescale(flat.clone(), rows, columns, bias)
+        assert error(whole, exact) < TOLERANCE[dtype]
+    sizes = [part[0].numel() for part in parts]
+    scaled = [
+        each.unflatten(1, part.shape[1:]).contiguous()
+        for each, part in zip(whole.split(sizes, 1), parts, strict=True)
+    ]
+    expected = [each.clone() for each in (*scaled, *given[3:])]
+    op(*expected, **norms)
+    op(*given, **norms, scales=(rows, columns), bias=bias)
+    # q, and the caches.
+    for index in (0, 5, 6):
+        got, wanted = given[index], expected[index]
+        assert torch.equal(got.isnan(), wanted.isnan())
+        assert error(got.nan_to_num(), wanted.nan_to_num()) < 3 * TOLERANCE[dtype]
+        assert where == "operation" or torch.equal(got.nan_to_num(), wanted.nan_to_num())
+
+
+def test_scales_that_do_not_fit() -> None:
+    given, norms = make()
+    rows, columns = torch.ones(7), torch.ones(128)
+    with pytest.raises(ValueError, match=r"scales of rows must be contiguous \(7,\)"):
+        rotary_store(*given, **norms, scales=(columns, columns))
+    with pytest.raises(ValueError, match=r"scales of columns must be contiguous \(128,\)"):
+        rotary_store(*given, **norms, scales=(rows, torch.ones(256)[::2]))
+    with pytest.raises(ValueError, match="add it before"):
+        rotary_store(*given, **norms, bias=columns)

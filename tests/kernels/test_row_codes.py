@@ -18,8 +18,10 @@ from engine_core.kernels import (
     layer_norm_codes,
     linear,
     linear_add_norm,
+    linear_rotary_store,
     rms_norm,
     rms_norm_codes,
+    rotary_store,
     silu_and_mul,
     silu_and_mul_codes,
 )
@@ -204,3 +206,33 @@ def test_products_are_those_of_numbers(rows: int, static: bool) -> None:
             plain, plain_total = linear_add_norm(numbers, *given)
             assert torch.equal(total, plain_total)
             check(after, plain, form)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [65, 256, 300])
+@pytest.mark.parametrize("code", [torch.bfloat16, torch.float8_e4m3fn])
+def test_rotation_applies_the_scales(rows: int, code: torch.dtype) -> None:
+    """Bit for bit as a launch of its own does."""
+    heads, kv_heads, dim, block = 8, 2, 128, 16
+    weight = Fp8Weight.quantized(torch.randn(1536, 1024, device="cuda").bfloat16())
+    bias = torch.randn(1536, device="cuda").bfloat16()
+    x = torch.randn(1, rows, 1024, device="cuda").bfloat16()
+    angles = torch.rand(rows, dim // 2, device="cuda")
+    wide = dim + 4 * (code != torch.bfloat16)
+    shape = (rows // block + 1, block, kv_heads, wide)
+    slots = torch.randperm(rows, device="cuda")
+
+    def stored(*product: Tensor) -> list[Tensor]:
+        caches = [torch.zeros(shape, device="cuda").to(code) for _ in range(2)]
+        given = (angles.cos(), angles.sin(), *caches, slots)
+        if not product:
+            return [linear_rotary_store(x, weight, bias, *given), *caches]
+        rotary_store(*product, *given)
+        return [product[0], *caches]
+
+    qkv = linear(x, weight, bias).view(rows, heads + 2 * kv_heads, dim)
+    expected = stored(*qkv.split((heads, kv_heads, kv_heads), 1))
+    for got, wanted in zip(stored(), expected, strict=True):
+        assert torch.equal(
+            got.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8)
+        )

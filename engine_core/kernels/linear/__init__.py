@@ -303,7 +303,8 @@ def linear_rotary_store(
     """A linear to queries, keys and values, their norms, rotation, and storing in a cache.
 
     The same as :func:`linear` and :func:`~engine_core.kernels.rotary_store`, each rounding its
-    results; one launch where a kernel is used for so few rows.
+    results; one launch where a kernel is used for so few rows. Where scales of a product are
+    applied to its result, the rotation applies them.
 
     Args:
         x: ``[..., K]`` of T rows, or of the other kinds that :func:`linear` takes.
@@ -368,12 +369,18 @@ def linear_rotary_store(
         )  # fmt: skip
         reader = triton.reader_of(weight)
         return triton.linear(x, reader, stored, tile, bias)
-    qkv = linear(x, weight, bias, deterministic=deterministic)
+    apart = squares is None and cos is not None and rows > 0
+    options = norms | {"interleaved": interleaved, "kv_scales": kv_scales}
+    if apart and isinstance(weight, Fp8Weight) and _applies_scales_later(values, weight):
+        qkv, row_scales = fp8.unscaled(values, weight)
+        options |= {"scales": (row_scales, weight.scales), "bias": bias}
+    else:
+        qkv = linear(x, weight, bias, deterministic=deterministic)
     heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=1)
     if cos is not None and sin is not None:
         given = (q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
-        rotary_store(*given, **norms, interleaved=interleaved, kv_scales=kv_scales)
+        rotary_store(*given, **options)
         return q
     if q_weight is not None and k_weight is not None:
         q = rms_norm(q, q_weight, eps, offset=offset)

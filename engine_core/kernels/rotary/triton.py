@@ -34,6 +34,21 @@ def sum_in_order(x):
 
 
 @triton.jit
+def scaled_product(ptrs, mask, cols, row_scale, col_scales_ptr, bias_ptr):
+    """Numbers in float32; those of a product without its scales, unless these are None, as rounded.
+
+    ``cols`` are its columns, which have scales and biases.
+    """
+    x = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    if col_scales_ptr is not None:
+        x *= row_scale * tl.load(col_scales_ptr + cols, mask=mask, other=0.0)
+        if bias_ptr is not None:
+            x += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        x = x.to(ptrs.dtype.element_ty).to(tl.float32)
+    return x
+
+
+@triton.jit
 def rotate_heads(
     src_ptr,
     dst_ptr,
@@ -42,6 +57,10 @@ def rotate_heads(
     scales_ptr,
     scales_stride,
     given,
+    row_scale,
+    col_scales_ptr,
+    bias_ptr,
+    first_col,
     heads,
     head_mask,
     weight_ptr,
@@ -58,7 +77,8 @@ def rotate_heads(
     """Some heads of one token, ``dst`` may be ``src``; BLOCK_REST covers what does not rotate.
 
     With ``scales`` that are not None ``dst`` takes codes of heads, and they the scales, which are
-    ``given`` or, if that is None, each head's own.
+    ``given`` or, if that is None, each head's own. What is loaded is :func:`scaled_product`,
+    whose columns begin at ``first_col``.
     """
     pairs = tl.arange(0, BLOCK_HALF)
     a_dims = 2 * pairs if INTERLEAVED else pairs
@@ -67,12 +87,20 @@ def rotate_heads(
     src = src_ptr + heads[:, None] * src_head_stride
     dst = dst_ptr + heads[:, None] * dst_head_stride
     element = src_ptr.dtype.element_ty
-    a = tl.load(src + a_dims[None, :], mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(src + b_dims[None, :], mask=mask, other=0.0).to(tl.float32)
+    cols = first_col + heads[:, None] * D
+    a = scaled_product(
+        src + a_dims[None, :], mask, cols + a_dims[None, :], row_scale, col_scales_ptr, bias_ptr
+    )
+    b = scaled_product(
+        src + b_dims[None, :], mask, cols + b_dims[None, :], row_scale, col_scales_ptr, bias_ptr
+    )
     if BLOCK_REST:
         rest_dims = 2 * HALF + tl.arange(0, BLOCK_REST)
         rest_mask = head_mask[:, None] & (rest_dims < D)[None, :]
-        rest = tl.load(src + rest_dims[None, :], mask=rest_mask, other=0.0).to(tl.float32)
+        rest = scaled_product(
+            src + rest_dims[None, :], rest_mask, cols + rest_dims[None, :], row_scale,
+            col_scales_ptr, bias_ptr,
+        )  # fmt: skip
     if weight_ptr is not None:
         squares = sum_in_order(tl.fma(a, a, b * b))
         if BLOCK_REST:
@@ -144,8 +172,9 @@ def _rotate_sections(
         x = x_ptr + token * strides[0] + section * 2 * HALF
         angles = section * section_stride + token * HALF
         rotate_heads(
-            x, x, strides[1], strides[1], None, 0, None, heads, heads < num_heads, None, 0.0,
-            cos_ptr + angles, sin_ptr + angles, 2 * HALF, HALF, BLOCK_HALF, 0, 0, INTERLEAVED,
+            x, x, strides[1], strides[1], None, 0, None, 1.0, None, None, 0, heads,
+            heads < num_heads, None, 0.0, cos_ptr + angles, sin_ptr + angles, 2 * HALF, HALF,
+            BLOCK_HALF, 0, 0, INTERLEAVED,
         )  # fmt: skip
 
 

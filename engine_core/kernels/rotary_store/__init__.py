@@ -35,6 +35,8 @@ def rotary_store(
     offset: float = 0.0,
     interleaved: bool = False,
     kv_scales: tuple[float, float] | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+    bias: Tensor | None = None,
 ) -> None:
     """Normalise q and k per head if weights are given, rotate them, store k and v in the cache.
 
@@ -58,6 +60,10 @@ def rotary_store(
         offset: added to the weights, as by :func:`~engine_core.kernels.rms_norm`.
         interleaved: how dimensions pair in the rotation.
         kv_scales: as of :func:`~engine_core.kernels.store_kv`.
+        scales: float32, contiguous, of the rows ``[T]`` and of the columns ``[Hq * D + Hk * (D +
+            Dv)]`` of the product that q, k and v are parts of, by which it is still to be
+            multiplied; None for none. The result is rounded, as by an op of its own.
+        bias: ``[Hq * D + Hk * (D + Dv)]``, added after the scales; None for none.
 
     Raises:
         ValueError: shapes, dtypes or strides are not as above.
@@ -65,18 +71,43 @@ def rotary_store(
     check_rotation("rotary_store", q, k, cos, sin)
     check_store("rotary_store", k, v, k_cache, v_cache, slot_mapping, kv_scales)
     check_norms("rotary_store", q_weight, k_weight, k.shape[2])
+    _check_scales(q, k, v, scales, bias)
     given = (q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
     norms: dict[str, Any] = {"q_weight": q_weight, "k_weight": k_weight, "eps": eps}
     norms |= {"interleaved": interleaved, "kv_scales": kv_scales}
+    whole = norms | {"offset": offset, "scales": scales, "bias": bias}
     if q.is_cuda and (cos.dim() == 2 or cos.shape[0] == 1) and cos.shape[-1]:
         from engine_core.kernels.rotary_store import triton
 
-        triton.rotary_store(*given, **norms, offset=offset)
-    elif not offset and compiled.takes(q, *(w for w in (q_weight, k_weight) if w is not None)):
+        triton.rotary_store(*given, **whole)
+    elif (
+        not offset
+        and scales is None
+        and compiled.takes(q, *(w for w in (q_weight, k_weight) if w is not None))
+    ):
         given = (q, k, v, cos.contiguous(), sin.contiguous(), k_cache, v_cache, slot_mapping)
         compiled.kernels("rotary_store").rotary_store(*given, **norms)
     else:
-        reference.rotary_store(*given, **norms, offset=offset)
+        reference.rotary_store(*given, **whole)
+
+
+def _check_scales(
+    q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor, Tensor] | None, bias: Tensor | None
+) -> None:
+    width = sum(part.shape[1] * part.shape[2] for part in (q, k, v))
+    rows, columns = scales or (None, None)
+    for name, given, shape in (
+        ("scales of rows", rows, (len(q),)),
+        ("scales of columns", columns, (width,)),
+        ("bias", bias, (width,)),
+    ):
+        if given is not None and (given.shape != shape or not given.is_contiguous()):
+            raise ValueError(
+                f"rotary_store: {name} must be contiguous {shape}, got {tuple(given.shape)} with "
+                f"strides {given.stride()}"
+            )
+    if bias is not None and scales is None:
+        raise ValueError("rotary_store: a bias is added where there are scales; add it before")
 
 
 def check_norms(op: str, q_weight: Tensor | None, k_weight: Tensor | None, head_dim: int) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from engine_core.kernels.codes import cache_parts
 from engine_core.kernels.codes.triton import encoded, largest, scale_of
 from engine_core.kernels.launch.triton import launch_dependents, pdl_options, wait
-from engine_core.kernels.rotary.triton import rotate_heads
+from engine_core.kernels.rotary.triton import rotate_heads, scaled_product
 
 
 @triton.jit
@@ -25,6 +25,9 @@ def _rotary_store_kernel(
     v_scales_ptr,
     k_given,
     v_given,
+    row_scales_ptr,
+    col_scales_ptr,
+    bias_ptr,
     slots_ptr,
     q_weight_ptr,
     k_weight_ptr,
@@ -60,13 +63,16 @@ def _rotary_store_kernel(
     tile = tl.program_id(1)
     cos_ptr += token * HALF
     sin_ptr += token * HALF
+    row_scale = 1.0
+    if row_scales_ptr is not None:
+        row_scale = tl.load(row_scales_ptr + token)
     if tile < Q_TILES:
         heads = tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         q_ptr += token * q_strides[0]
         rotate_heads(
-            q_ptr, q_ptr, q_strides[1], q_strides[1], None, 0, None, heads, heads < NUM_HEADS,
-            q_weight_ptr, eps, cos_ptr, sin_ptr, D, HALF, BLOCK_HALF, BLOCK_REST, OFFSET,
-            INTERLEAVED,
+            q_ptr, q_ptr, q_strides[1], q_strides[1], None, 0, None, row_scale, col_scales_ptr,
+            bias_ptr, 0, heads, heads < NUM_HEADS, q_weight_ptr, eps, cos_ptr, sin_ptr, D, HALF,
+            BLOCK_HALF, BLOCK_REST, OFFSET, INTERLEAVED,
         )  # fmt: skip
     else:
         slot = tl.load(slots_ptr + token)
@@ -79,7 +85,11 @@ def _rotary_store_kernel(
             dims = tl.arange(0, BLOCK_DV)
             mask = head_mask[:, None] & (dims < DV)[None, :]
             v_ptrs = v_ptr + token * v_strides[0] + heads[:, None] * v_strides[1]
-            v = tl.load(v_ptrs + dims[None, :], mask=mask, other=0.0)
+            cols = (NUM_HEADS + NUM_KV_HEADS) * D + heads[:, None] * DV + dims[None, :]
+            v = scaled_product(
+                v_ptrs + dims[None, :], mask, cols, row_scale, col_scales_ptr, bias_ptr
+            )
+            v = v.to(v_ptr.dtype.element_ty)
             if k_scales_ptr is not None:
                 k_scales_ptr += block * k_scales_strides[0] + offset
                 v_scales_ptr += block * v_scales_strides[0] + offset
@@ -89,8 +99,9 @@ def _rotary_store_kernel(
                 v = encoded(v, scale, v_given is not None, CODE)
             rotate_heads(
                 k_ptr + token * k_strides[0], k_cache_ptr, k_strides[1], k_cache_strides[2],
-                k_scales_ptr, k_scales_strides[1], k_given, heads, head_mask, k_weight_ptr, eps,
-                cos_ptr, sin_ptr, D, HALF, BLOCK_HALF, BLOCK_REST, OFFSET, INTERLEAVED,
+                k_scales_ptr, k_scales_strides[1], k_given, row_scale, col_scales_ptr, bias_ptr,
+                NUM_HEADS * D, heads, head_mask, k_weight_ptr, eps, cos_ptr, sin_ptr, D, HALF,
+                BLOCK_HALF, BLOCK_REST, OFFSET, INTERLEAVED,
             )  # fmt: skip
             v_ptrs = v_cache_ptr + heads[:, None] * v_cache_strides[2]
             tl.store(v_ptrs + dims[None, :], v, mask=mask)
@@ -112,6 +123,8 @@ def rotary_store(
     offset: float = 0.0,
     interleaved: bool,
     kv_scales: tuple[float, float] | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+    bias: Tensor | None = None,
 ) -> None:
     """Arguments as in the public wrapper, with cos and sin of one section."""
     num_tokens, num_heads, head_dim = q.shape
@@ -136,6 +149,8 @@ def rotary_store(
         k_scales,
         v_scales,
         *(kv_scales or (None, None)),
+        *(scales or (None, None)),
+        bias,
         slot_mapping,
         q_weight,
         k_weight,

@@ -87,6 +87,10 @@ class Fp8Method(UnquantizedLinearMethod):
         shape = (call.rows, layer.out_features, layer.in_features, call.dtype, call.gpu)
         return self.quantizes_rows and fp8.adds_residual(*shape)
 
+    def scales_later(self, layer: Linear, call: Call) -> bool:
+        """As where a norm applies them."""
+        return self.adds_residual(layer, call)
+
     def keeps_numbers(self, layer: Linear, call: Call, gated: bool) -> str | None:
         """For few rows, and where no matrix units multiply codes."""
         n, k = layer.out_features, layer.in_features
