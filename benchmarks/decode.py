@@ -90,6 +90,17 @@ def place_rows(runner: Any, positions: list[int]) -> None:
     table.device_table[: len(positions), : blocks.shape[1]] = blocks.cuda()
 
 
+def fill_cache(runner: Any) -> None:
+    """Give the cache of an engine's runner random numbers, or codes and a scale."""
+    for cache in itertools.chain.from_iterable(runner.kv_cache):
+        held, scales = cache_parts(cache)
+        if scales is None:
+            held.normal_()
+        else:
+            held.view(torch.int8).random_(0, 112)  # of e4m3 all numbers up to 128
+            scales.fill_(0.01)
+
+
 def profile(graph: torch.cuda.CUDAGraph) -> None:
     """Print how long each kernel of REPLAYS steps takes, and how often it runs."""
     with torch_profile(activities=[ProfilerActivity.CUDA]) as result:
@@ -115,14 +126,7 @@ def measure(
     with build(name, folder, deterministic=False, **options) as llm:
         runner = llm.engine.core.executor._runner
         graphs = runner._decode_graphs
-        for cache in itertools.chain.from_iterable(runner.kv_cache):
-            held, scales = cache_parts(cache)
-            if scales is None:
-                held.normal_()
-            else:
-                held.view(torch.int8).random_(0, 112)  # of e4m3 all numbers up to 128
-                scales.fill_(0.01)
-
+        fill_cache(runner)
         generator = random.Random(1)
         for batch in batches:
             lengths = [generator.randint(200, 1860) for _ in range(batch)]

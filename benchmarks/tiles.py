@@ -1,6 +1,7 @@
 """Compare tiles, and other choices of kernels, in whole decode steps, in turn on one card.
 
     python benchmarks/tiles.py MODEL [--batches 8,32] [--rounds 4] [--try "KEY=VALUES ..."] ...
+        [--quantization fp8] [--kv-cache-dtype fp8]
 
 Each ``--try`` is one or more settings, separated by spaces, measured against the current settings:
 
@@ -14,6 +15,9 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
 - ``routed=16``: as many tokens at most have a router and the choice in one kernel.
 - ``stretch=1.1``: how many times the mean a row is as long that is split where splits are rare.
 - ``deferred=64``: the norms of more tokens divide, whatever the linears around them.
+- ``4096x14336.prefetch=8192``: that field of the tile that such linears have.
+- ``prefetch=4``: all tiles fetch so many times as much of the weight before they wait.
+- ``coded=0``: norms and activations quantise no rows; ``scaled=0``: the rotation applies no scales.
 
 Random weights and a random cache, as in ``decode.py``; rows of 1030 tokens, and of 200 to 1860 at
 random, the longest first. The least and the median of ``--rounds`` rounds of 20 replays between
@@ -31,6 +35,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -39,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.decode import REPLAYS, place_rows
+from benchmarks.decode import REPLAYS, fill_cache, place_rows
 from benchmarks.gpu import build
 from benchmarks.workloads import SHAPES
 
@@ -59,16 +64,26 @@ def settings(text: str) -> Iterator[None]:
     attention = importlib.import_module("engine_core.kernels.attention.decode")
     linear = importlib.import_module("engine_core.kernels.linear.tiles")
     epilogue = importlib.import_module("engine_core.nn.epilogue")
+    fp8 = importlib.import_module("engine_core.nn.quantization.fp8_checkpoint")
     declined: Callable[..., str | None] = epilogue.Deferral.declined
     tiles: dict[tuple[int, int], Any] = {}
-    choose: Callable[..., Any] = linear.choose_tile
+    changes: dict[tuple[int, int], dict[str, Any]] = {}
+    times = 1
 
-    def chosen(rows: int, n: int, k: int, gated: bool, gpu: Any) -> Any:
-        return tiles.get((n, k)) or choose(rows, n, k, gated, gpu)
+    def choosing(choose: Callable[..., Any]) -> Callable[..., Any]:
+        def chosen(rows: int, n: int, k: int, *given: Any, **options: Any) -> Any:
+            tile = tiles.get((n, k)) or choose(rows, n, k, *given, **options)
+            if tile is None:
+                return None
+            changed = {"prefetch": tile.prefetch * times} | changes.get((n, k), {})
+            return replace(tile, **changed)
+
+        return chosen
 
     with contextlib.ExitStack() as stack:
         for setting in text.split():
             key, _, values = setting.partition("=")
+            key, _, field = key.partition(".")
             n, _, k = key.partition("x")
             if key == "stretch":
                 for name in ("_STRETCH", "_NARROW_STRETCH"):
@@ -98,23 +113,42 @@ def settings(text: str) -> Iterator[None]:
             elif key == "attention":
                 tile = attention._Tile(*fields(values))
                 stack.enter_context(patch.object(attention, "_tile", lambda *_, t=tile: t))
+            elif key == "prefetch":
+                times = int(values)
+            elif key == "coded" and values == "0":
+                stack.enter_context(
+                    patch.object(epilogue.Coding, "declined", lambda self, call: "not wanted")
+                )
+            elif key == "scaled" and values == "0":
+                stack.enter_context(
+                    patch.object(fp8.Fp8Method, "scales_later", lambda self, layer, call: False)
+                )
+            elif n.isdigit() and k.isdigit() and field:
+                changes.setdefault((int(n), int(k)), {})[field] = fields(values)[0]
             elif n.isdigit() and k.isdigit():
                 tiles[int(n), int(k)] = linear.Tile(*fields(values))
             else:
                 raise SystemExit(f"{setting!r} is none of those that {Path(__file__).name} knows")
-        stack.enter_context(patch.object(linear, "choose_tile", chosen))
+        for name in ("choose_tile", "choose_fp8_tile", "choose_group_tile"):
+            chosen = choosing(getattr(linear, name))
+            stack.enter_context(patch.object(linear, name, chosen))
         yield
 
 
 @torch.inference_mode()
-def compare(name: str, batches: list[int], tries: list[str], rounds: int, folder: Path) -> None:
+def compare(
+    name: str,
+    batches: list[int],
+    tries: list[str],
+    rounds: int,
+    folder: Path,
+    options: dict[str, str | None],
+) -> None:
     """Print a line for each batch size and variation."""
-    with build(name, folder, deterministic=False) as llm:
+    with build(name, folder, deterministic=False, **options) as llm:
         runner = llm.engine.core.executor._runner
         graphs = runner._decode_graphs
-        for caches in runner.kv_cache:
-            for cache in caches:
-                cache.normal_()
+        fill_cache(runner)
         for batch in batches:
             generator = random.Random(1)
             unequal = sorted((generator.randint(200, 1860) for _ in range(batch)), reverse=True)
@@ -156,6 +190,8 @@ def main() -> None:
     parser.add_argument("model", choices=list(SHAPES))
     parser.add_argument("--batches", default="8,32,64,128,256")
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--quantization")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--try", dest="tries", action="append", default=[], metavar="SETTINGS")
     arguments = parser.parse_args()
     for text in arguments.tries:
@@ -169,6 +205,10 @@ def main() -> None:
             arguments.tries,
             arguments.rounds,
             Path(folder),
+            {
+                "quantization": arguments.quantization,
+                "kv_cache_dtype": arguments.kv_cache_dtype,
+            },
         )
 
 
