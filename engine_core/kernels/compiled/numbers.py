@@ -198,7 +198,8 @@ def exp(x: Any) -> Any:
     scaled = float32(x * float32(1.4426950408889634))
     bounded = _select(scaled < float32(-126.0), float32(-126.0), scaled)
     bounded = _select(bounded > float32(127.99999), float32(127.99999), bounded)
-    whole = float32(math.floor(bounded + float32(0.5)))
+    # math.floor gives an int64, to which AVX2 converts no vectors.
+    whole = np.floor(bounded + float32(0.5))
     r = bounded - whole
     y = float32(1.5403530393381608e-4)
     y = y * r + float32(1.3333558146428443e-3)
@@ -207,7 +208,9 @@ def exp(x: Any) -> Any:
     y = y * r + float32(2.402265069591007e-1)
     y = y * r + float32(6.931471805599453e-1)
     y = y * r + float32(1.0)
-    result = _from_bits(_bits(y) + (np.int32(whole) << np.int32(23)))
+    # The integer's bits are the last of this sum's.
+    exponent = _bits(whole + float32(12582912.0)) << np.int32(23)
+    result = _from_bits(_bits(y) + exponent)
     return _select(x == x, result, x)
 
 
