@@ -208,6 +208,29 @@ def test_threads_share_rows_and_heads(
     assert max(error(x, expected) for x in got) < 2e-6
 
 
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("group", "kv_heads"), [(1, 5), (3, 3), (5, 7), (34, 2)])
+def test_kv_heads_are_attended_together(
+    group: int,
+    kv_heads: int,
+    dtype: torch.dtype,
+    count: int,
+    share_among: Callable[[int], None],
+) -> None:
+    paged = decode(
+        [5, 300, 0, 17, 530],
+        heads=group * kv_heads,
+        kv_heads=kv_heads,
+        head_dim=64,
+        v_head_dim=72,
+        dtype=dtype,
+    )
+    share_among(count)
+    bound = 2e-6 if dtype is torch.float32 else TOLERANCE[dtype]
+    assert error(attend(paged), attend_by_reference(paged)) < bound
+
+
 @SHAPES
 def test_threads_share_rows_of_bfloat16(
     shape: dict[str, int], share_among: Callable[[int], None]

@@ -11,11 +11,16 @@ import torch
 
 from engine_core.kernels.attention.call import Call
 from engine_core.kernels.compiled import Kernel, threads
+from engine_core.kernels.compiled.sizes import DOTS, LANES
 
 # Products of queries and keys per thread, at least.
 _LEAST = 2**15
 # Tokens whose logits are held at once.
 TILE = 256
+# Places of a query's logits: tokens are multiplied by fours, of which the last may be no tokens.
+LOGITS = TILE + DOTS
+# Query heads that are attended together at most: what they hold stays in a core's cache.
+_TOGETHER = 32
 # Heads that are smaller, of tiny models, share code that is given its sizes: compiling takes 3 s.
 _OWN_CODE = 64
 
@@ -29,13 +34,17 @@ def decode_attention(call: Call) -> None:
     alibi_slopes, window = call.alibi_slopes, call.window
     longest = call.max_kv_len if window is None else min(call.max_kv_len, window)
     parts = threads(num_rows * longest * num_heads * head_dim, _LEAST)
-    # After what each thread needs, how many shared the work.
-    stride = scratch_sizes(group, head_dim, v_head_dim)[2]
-    scratch = q.new_empty(parts * stride + 1, dtype=torch.float32)
     capped = call.softcap is not None
+    own_code = max(head_dim, v_head_dim) >= _OWN_CODE
+    vectors = own_code and k_cache.dtype == q.dtype
+    vectors = vectors and head_dim % LANES == 0 and v_head_dim % LANES == 0
+    together = max(min(num_kv_heads, _TOGETHER // group), 1) if vectors else 1
     sizes = (group, head_dim, v_head_dim)
-    known = sizes if max(head_dim, v_head_dim) >= _OWN_CODE else (0, 0, 0)
-    special = (q.dtype, k_cache.dtype, *known, alibi_slopes is not None, capped)
+    # After what each thread needs, how many shared the work.
+    stride = scratch_sizes(*sizes, together)[2]
+    scratch = q.new_empty(parts * stride + 1, dtype=torch.float32)
+    known = sizes if own_code else (0, 0, 0)
+    special = (*known, alibi_slopes is not None, capped)
     k_scales, v_scales = call.k_scales, call.v_scales
     arguments = (
         q.data_ptr(),
@@ -62,25 +71,32 @@ def decode_attention(call: Call) -> None:
         call.scale,
         call.softcap or 0.0,
         *sizes,
+        together,
     )
-    _ATTEND.run(special, parts, *arguments)
+    if vectors:
+        _VECTORS.run((q.dtype, *special), parts, *arguments)
+    else:
+        _ATTEND.run((q.dtype, k_cache.dtype, *special), parts, *arguments)
     if parts > 1:
-        _JOIN.run((q.dtype, *special[2:]), 1, *arguments)
+        _JOIN.run((q.dtype, *special), 1, *arguments)
 
 
-def scratch_sizes(group: int, head_dim: int, v_head_dim: int) -> tuple[int, int, int]:
+def scratch_sizes(
+    group: int, head_dim: int, v_head_dim: int, together: int
+) -> tuple[int, int, int]:
     """Numbers of a thread's own, of a piece of a shared row, and of all that a thread needs.
 
-    Its own are queries, logits, sums, and the numbers that a head's codes are. A piece is the sums
-    of a row and KV head so far, and each query's maximum and sum; a thread may share its first row
-    and its last.
+    Its own are queries, logits, sums, and maximum and sum of each query of so many KV heads, and
+    the numbers that a head's codes are. A piece is the sums of a row and KV head so far, and each
+    query's maximum and sum; a thread may share its first row and its last.
     """
-    private = group * (head_dim + TILE + v_head_dim) + max(head_dim, v_head_dim)
+    private = together * group * (head_dim + LOGITS + v_head_dim + 2) + max(head_dim, v_head_dim)
     piece = group * (v_head_dim + 2)
     return private, piece, private + 2 * piece
 
 
-# Sizes come last of the 32 that there may be.
-_ARGUMENTS = "26q2d8x3q"
+# Sizes come last.
+_ARGUMENTS = "26q2d8x4q"
 _ATTEND = Kernel("engine_core.kernels.attention.numba:make_attend", _ARGUMENTS)
+_VECTORS = Kernel("engine_core.kernels.attention.numba:make_vectors", _ARGUMENTS)
 _JOIN = Kernel("engine_core.kernels.attention.numba:make_join", _ARGUMENTS)

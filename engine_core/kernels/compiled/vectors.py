@@ -1,0 +1,266 @@
+"""Loops that are vectors whatever LLVM finds, written in LLVM's language.
+
+Addresses are int64. Vectors have eight numbers, which AVX2 computes at once and others in parts.
+This module imports Numba. To a type checker its functions are ordinary ones of Python.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from engine_core.kernels.compiled.sizes import DOTS, LANES
+
+_types: Any = importlib.import_module("numba.types")
+_cgutils: Any = importlib.import_module("numba.core.cgutils")
+_ir: Any = importlib.import_module("llvmlite.ir")
+
+_Function = Callable[..., Any]
+_intrinsic: Callable[[_Function], _Function] = importlib.import_module("numba.extending").intrinsic(
+    prefer_literal=True
+)
+
+# Sums that stay in registers; AVX2 has 16, of which the operands take some.
+_MOST_SUMS = 12
+
+_I8, _I16, _I32, _I64 = (_ir.IntType(bits) for bits in (8, 16, 32, 64))
+_F32 = _ir.FloatType()
+_VECTOR = _ir.VectorType(_F32, LANES)
+_ZERO = _ir.Constant(_VECTOR, [_ir.Constant(_F32, 0.0)] * LANES)
+_UNDEFINED = _ir.Constant(_VECTOR, _ir.Undefined)
+
+
+class _Emitter:
+    """Writes loops; offsets are bytes."""
+
+    def __init__(self, builder: Any) -> None:
+        self.b = builder
+
+    def at(self, address: Any, offset: int) -> Any:
+        return self.b.add(address, _ir.Constant(_I64, offset)) if offset else address
+
+    def load(self, address: Any, kind: Any, align: int = 2) -> Any:
+        loaded = self.b.load(self.b.inttoptr(address, kind.as_pointer()))
+        loaded.align = align
+        return loaded
+
+    def store(self, value: Any, address: Any) -> None:
+        self.b.store(value, self.b.inttoptr(address, value.type.as_pointer())).align = 4
+
+    def numbers(self, address: Any, size: int) -> Any:
+        """A vector of stored numbers as float32; of two bytes they are bfloat16."""
+        if size == 4:
+            return self.load(address, _VECTOR)
+        words = _ir.VectorType(_I32, LANES)
+        wide = self.b.zext(self.load(address, _ir.VectorType(_I16, LANES)), words)
+        sixteen = _ir.Constant(words, [_ir.Constant(_I32, 16)] * LANES)
+        return self.b.bitcast(self.b.shl(wide, sixteen), _VECTOR)
+
+    def splat(self, value: Any) -> Any:
+        one = self.b.insert_element(_UNDEFINED, value, _ir.Constant(_I32, 0))
+        return self.shuffle(one, one, [0] * LANES)
+
+    def shuffle(self, a: Any, b: Any, places: list[int]) -> Any:
+        kind = _ir.VectorType(_I32, len(places))
+        mask = _ir.Constant(kind, [_ir.Constant(_I32, place) for place in places])
+        return self.b.shuffle_vector(a, b, mask)
+
+    def pairs(self, a: Any, b: Any) -> Any:
+        """Sums of neighbours: two of ``a`` and two of ``b``, in each half."""
+        even = self.shuffle(a, b, [0, 2, 8, 10, 4, 6, 12, 14])
+        odd = self.shuffle(a, b, [1, 3, 9, 11, 5, 7, 13, 15])
+        return self.b.fadd(even, odd)
+
+    def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
+        kind = _ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+        name = f"llvm.fmuladd.v{LANES}f32"
+        return self.b.call(_cgutils.get_or_insert_function(self.b.module, kind, name), [a, b, c])
+
+    def fetch(self, address: Any) -> None:
+        pointer = self.b.inttoptr(address, _I8.as_pointer())
+        kind = _ir.FunctionType(_ir.VoidType(), [pointer.type, _I32, _I32, _I32])
+        function = _cgutils.get_or_insert_function(self.b.module, kind, "llvm.prefetch.p0")
+        # To read, into the second cache, data.
+        self.b.call(function, [pointer, *(_ir.Constant(_I32, value) for value in (0, 2, 1))])
+
+    def dots(self, queries: int, dim: int, size: int, args: tuple[Any, ...]) -> None:
+        b = self.b
+        q, to, to_stride, keys = args[0], args[1], args[2], args[3:]
+        places = [
+            [_cgutils.alloca_once_value(b, _ZERO) for _ in range(DOTS)] for _ in range(queries)
+        ]
+        for of_query in places:
+            for place in of_query:
+                b.store(_ZERO, place)
+        with _cgutils.for_range_slice(
+            b, _ir.Constant(_I64, 0), _ir.Constant(_I64, dim), _ir.Constant(_I64, LANES),
+            intp=_I64, inc=True,
+        ) as (column, _):  # fmt: skip
+            key_at = b.mul(column, _ir.Constant(_I64, size))
+            q_at = b.add(q, b.mul(column, _ir.Constant(_I64, 4)))
+            numbers = [self.numbers(b.add(key, key_at), size) for key in keys]
+            for i in range(queries):
+                query = self.load(self.at(q_at, 4 * dim * i), _VECTOR)
+                for place, number in zip(places[i], numbers, strict=True):
+                    b.store(self.multiply_add(query, number, b.load(place)), place)
+        for i in range(queries):
+            first, second, third, fourth = (b.load(place) for place in places[i])
+            four = self.pairs(self.pairs(first, second), self.pairs(third, fourth))
+            halves = [self.shuffle(four, four, list(range(h, h + 4))) for h in (0, 4)]
+            address = b.add(to, b.mul(to_stride, _ir.Constant(_I64, i)))
+            self.store(b.fadd(*halves), address)
+
+    def greatest(self, address: Any, count: Any, least: Any) -> Any:
+        b = self.b
+        most = _cgutils.alloca_once_value(b, self.splat(least))
+        one = _cgutils.alloca_once_value(b, least)
+        b.store(self.splat(least), most)
+        b.store(least, one)
+        whole = b.and_(count, _ir.Constant(_I64, -LANES))
+        zero, lanes = _ir.Constant(_I64, 0), _ir.Constant(_I64, LANES)
+
+        def update(begin: Any, end: Any, step: Any, place: Any, kind: Any) -> None:
+            with _cgutils.for_range_slice(b, begin, end, step, intp=_I64, inc=True) as (i, _):
+                value = self.load(b.add(address, b.mul(i, _ir.Constant(_I64, 4))), kind)
+                held = b.load(place)
+                b.store(b.select(b.fcmp_ordered(">", value, held), value, held), place)
+
+        update(zero, whole, lanes, most, _VECTOR)
+        update(whole, count, _ir.Constant(_I64, 1), one, _F32)
+        result, held = b.load(one), b.load(most)
+        for i in range(LANES):
+            value = b.extract_element(held, _ir.Constant(_I32, i))
+            result = b.select(b.fcmp_ordered(">", value, result), value, result)
+        return result
+
+    def weigh(self, queries: int, vectors: int, dim: int, size: int, args: tuple[Any, ...]) -> None:
+        b = self.b
+        sums, weights, weights_stride, values, stride, count = args
+        addresses = {
+            (i, v): self.at(sums, 4 * (dim * i + LANES * v))
+            for i in range(queries)
+            for v in range(vectors)
+        }
+        places = {}
+        for key, address in addresses.items():
+            places[key] = _cgutils.alloca_once_value(b, _ZERO)
+            b.store(self.load(address, _VECTOR), places[key])
+        rows = [
+            b.add(weights, b.mul(weights_stride, _ir.Constant(_I64, i))) for i in range(queries)
+        ]
+        with _cgutils.for_range(b, count, intp=_I64) as loop:
+            value = b.add(values, b.mul(loop.index, stride))
+            numbers = [self.numbers(self.at(value, size * LANES * v), size) for v in range(vectors)]
+            for i, row in enumerate(rows):
+                place_at = b.add(row, b.mul(loop.index, _ir.Constant(_I64, 4)))
+                weight = self.splat(self.load(place_at, _F32))
+                for v, number in enumerate(numbers):
+                    place = places[i, v]
+                    b.store(self.multiply_add(weight, number, b.load(place)), place)
+        for key, address in addresses.items():
+            self.store(b.load(places[key]), address)
+
+
+def _shares(total: int, most: int) -> list[int]:
+    """A total as the sum of as few nearly equal numbers up to ``most`` as there may be."""
+    count = -(-total // most)
+    return [total // count + (i < total % count) for i in range(count)]
+
+
+def _literals(*values: Any) -> list[int]:
+    return [value.literal_value for value in values]
+
+
+@_intrinsic
+def dots(
+    context: Any, group: Any, dim: Any, size: Any, queries: Any, to: Any, to_stride: Any,
+    k0: Any, k1: Any, k2: Any, k3: Any,
+) -> Any:  # fmt: skip
+    """Write the products of ``group`` queries with the keys of ``DOTS`` tokens.
+
+    Args:
+        group: a constant, as ``dim`` and ``size`` are.
+        dim: the numbers of a head, a multiple of ``LANES``.
+        size: the bytes of a key's number: 4 of float32, 2 of bfloat16.
+        queries: the address of ``[group, dim]`` float32.
+        to: where a query's products go, side by side as float32.
+        to_stride: bytes from one query's products to the next one's.
+        k0: the address of a token's key, as the others are.
+    """
+    count, width, bytes_ = _literals(group, dim, size)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit = _Emitter(builder)
+        q, to, stride, *keys = args[3:]
+        first = 0
+        for part in _shares(count, _MOST_SUMS // DOTS):
+            out = builder.add(to, builder.mul(stride, _ir.Constant(_I64, first)))
+            emit.dots(part, width, bytes_, (emit.at(q, 4 * width * first), out, stride, *keys))
+            first += part
+        return context.get_dummy_value()
+
+    return _types.void(group, dim, size, *[_types.int64] * 7), generate
+
+
+@_intrinsic
+def weigh(
+    context: Any, group: Any, dim: Any, size: Any, sums: Any, weights: Any, weights_stride: Any,
+    values: Any, stride: Any, tokens: Any,
+) -> Any:  # fmt: skip
+    """Add to each query's sums the values of some tokens by that query's weights.
+
+    Args:
+        group: a constant, as ``dim`` and ``size`` are, which are those of values.
+        dim: the numbers of a head, a multiple of ``LANES``.
+        size: the bytes of a value's number: 4 of float32, 2 of bfloat16.
+        sums: the address of ``[group, dim]`` float32.
+        weights: the address of the first query's weights, side by side as float32.
+        weights_stride: bytes from one query's weights to the next one's.
+        values: the address of the first token's values.
+        stride: bytes from one token's values to the next one's.
+        tokens: how many.
+    """
+    count, width, bytes_ = _literals(group, dim, size)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit = _Emitter(builder)
+        sums, weights, weights_stride, values, stride, tokens = args[3:]
+        first = 0
+        for part in _shares(count, 3):
+            own = builder.add(weights, builder.mul(weights_stride, _ir.Constant(_I64, first)))
+            vector = 0
+            for vectors in _shares(width // LANES, _MOST_SUMS // part):
+                emit.weigh(part, vectors, width, bytes_, (
+                    emit.at(sums, 4 * (width * first + LANES * vector)), own, weights_stride,
+                    emit.at(values, bytes_ * LANES * vector), stride, tokens,
+                ))  # fmt: skip
+                vector += vectors
+            first += part
+        return context.get_dummy_value()
+
+    return _types.void(group, dim, size, *[_types.int64] * 6), generate
+
+
+@_intrinsic
+def greatest(context: Any, address: Any, count: Any, least: Any) -> Any:
+    """The greatest of ``count`` float32 and ``least``; those that are NaN are passed over."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _Emitter(builder).greatest(*args)
+
+    return _types.float32(_types.int64, _types.int64, _types.float32), generate
+
+
+@_intrinsic
+def fetch(context: Any, address: Any, size: Any) -> Any:
+    """Have ``size`` bytes from an address on, which may be any, fetched into the second cache."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit, (address, size) = _Emitter(builder), args
+        begin, step = _ir.Constant(_I64, 0), _ir.Constant(_I64, 64)
+        with _cgutils.for_range_slice(builder, begin, size, step, intp=_I64, inc=True) as (i, _):
+            emit.fetch(builder.add(address, i))
+        return context.get_dummy_value()
+
+    return _types.void(_types.int64, _types.int64), generate
