@@ -54,7 +54,7 @@ def test_few_rows_are_as_exact_as_float32(
 
 
 @BOTH
-@pytest.mark.parametrize("rows", [47, 48, 50, 97])
+@pytest.mark.parametrize("rows", [191, 192, 193, 241])
 def test_many_rows_are_as_exact_as_float32(rows: int, dtype: torch.dtype) -> None:
     check(rows, 37, 101, dtype, True)
 
@@ -65,22 +65,36 @@ def test_rows_that_leave_the_cache_are_multiplied_in_chunks(
     from engine_core.kernels.half_linear import native
 
     monkeypatch.setattr(native, "_CHUNK", 4 * 64 * 18)
-    check(60, 37, 64, torch.bfloat16, True)
+    check(200, 37, 64, torch.bfloat16, True)
+
+
+@BOTH
+@pytest.mark.parametrize("rows", [2, 3, 7, 13, 16, 17, 25])
+def test_tiles_of_two_heights_are_all_rows(rows: int, dtype: torch.dtype) -> None:
+    check(rows, 90, 70, dtype, True)
+
+
+@pytest.mark.parametrize("together", [1, 2, 3, 100])
+def test_expanded_panels_pass_in_groups(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine_core.kernels.half_linear import native
+
+    monkeypatch.setattr(native, "_GROUP", together * 4 * 16 * 24)
+    check(200, 150, 24, torch.bfloat16, True)
 
 
 @BOTH
 def test_a_row_is_the_same_beside_others(dtype: torch.dtype) -> None:
-    x, panels = torch.randn(60, 90), pack_halves(torch.randn(200, 90).to(dtype))
+    x, panels = torch.randn(200, 90), pack_halves(torch.randn(200, 90).to(dtype))
 
     def product(rows: Tensor) -> Tensor:
         return half_linear(rows, panels, None, torch.empty(len(rows), 200))
 
     alone = torch.cat([product(row[None]) for row in x])
-    for count in (2, 3, 4, 5, 7, 8, 60):
+    for count in (2, 3, 4, 5, 7, 8, 13, 16, 60, 200):
         assert torch.equal(product(x[:count]), alone[:count])
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8, 60])
+@pytest.mark.parametrize("rows", [1, 2, 8, 60, 200])
 def test_threads_share_the_panels(rows: int, share_among: Callable[[int], None]) -> None:
     x, panels = torch.randn(rows, 64), pack_halves(torch.randn(150, 64).bfloat16())
     alone = half_linear(x, panels, None, torch.empty(rows, 150))
