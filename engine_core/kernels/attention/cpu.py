@@ -246,7 +246,26 @@ def _attend_group(call: Call, group: _Group) -> None:
 
 
 def _attend_chunk(call: Call, row: int, first: int, behind: int) -> None:
-    """Queries ``[first, behind)`` of a row, tile by tile, each over the keys that it can see.
+    """Queries ``[first, behind)`` of a row, each over the keys that it can see."""
+    if compiled.available() and _has_no_prefix(call, row, behind - first):
+        kernel = compiled.kernels("attention.chunk")
+        if kernel.takes(call):
+            kernel.attend_chunk(call, row, first, behind)
+            return
+    _attend_by_tiles(call, row, first, behind)
+
+
+def _has_no_prefix(call: Call, row: int, num_queries: int) -> bool:
+    """Whether no query of a row sees a token behind it."""
+    if call.prefix_lens is None:
+        return True
+    kv_len = int(call.kv_lens[row])
+    prefix_len = min(int(call.prefix_lens[row]), kv_len)
+    return prefix_len == 0 or (call.window is None and prefix_len <= kv_len - num_queries + 1)
+
+
+def _attend_by_tiles(call: Call, row: int, first: int, behind: int) -> None:
+    """The same by torch's operations, tile by tile.
 
     torch's ``is_causal`` computes the masked half too, and knows no cached prefix. A tile of 64
     queries computes little that is masked: 35% less time for 512 queries over 512 keys.

@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from engine_core.kernels.compiled.sizes import DOTS, LANES
+from engine_core.kernels.compiled.sizes import DOTS, LANES, PANEL, ROWS
 
 _types: Any = importlib.import_module("numba.types")
 _cgutils: Any = importlib.import_module("numba.core.cgutils")
@@ -23,6 +23,8 @@ _intrinsic: Callable[[_Function], _Function] = importlib.import_module("numba.ex
 
 # Sums that stay in registers; AVX2 has 16, of which the operands take some.
 _MOST_SUMS = 12
+# Columns of a pass of the loop of multiply.
+_UNROLLED = 4
 
 _I8, _I16, _I32, _I64 = (_ir.IntType(bits) for bits in (8, 16, 32, 64))
 _F32 = _ir.FloatType()
@@ -161,6 +163,39 @@ class _Emitter:
         for key, address in addresses.items():
             self.store(b.load(places[key]), address)
 
+    def multiply(self, onto: bool, args: tuple[Any, ...]) -> None:
+        b = self.b
+        panel, count, xs, outs = args[0], args[1], args[2 : 2 + ROWS], args[2 + ROWS :]
+        places = {}
+        for row, out in enumerate(outs):
+            for half in (0, 1):
+                place = places[row, half] = _cgutils.alloca_once_value(b, _ZERO)
+                before = self.load(self.at(out, 4 * LANES * half), _VECTOR) if onto else _ZERO
+                b.store(before, place)
+
+        def step(column: Any, columns: int) -> None:
+            at = b.add(panel, b.mul(column, _ir.Constant(_I64, 4 * PANEL)))
+            x_at = b.mul(column, _ir.Constant(_I64, 4))
+            rows = [b.add(x, x_at) for x in xs]
+            for i in range(columns):
+                numbers = [
+                    self.load(self.at(at, 4 * (PANEL * i + LANES * half)), _VECTOR)
+                    for half in (0, 1)
+                ]
+                for row, x in enumerate(rows):
+                    value = self.splat(self.load(self.at(x, 4 * i), _F32))
+                    for half, number in enumerate(numbers):
+                        place = places[row, half]
+                        b.store(self.multiply_add(value, number, b.load(place)), place)
+
+        whole = b.and_(count, _ir.Constant(_I64, -_UNROLLED))
+        for begin, end, columns in ((_ir.Constant(_I64, 0), whole, _UNROLLED), (whole, count, 1)):
+            width = _ir.Constant(_I64, columns)
+            with _cgutils.for_range_slice(b, begin, end, width, intp=_I64, inc=True) as (column, _):
+                step(column, columns)
+        for (row, half), place in places.items():
+            self.store(b.load(place), self.at(outs[row], 4 * LANES * half))
+
 
 def _shares(total: int, most: int) -> list[int]:
     """A total as the sum of as few nearly equal numbers up to ``most`` as there may be."""
@@ -240,6 +275,30 @@ def weigh(
         return context.get_dummy_value()
 
     return _types.void(group, dim, size, *[_types.int64] * 6), generate
+
+
+@_intrinsic
+def multiply(
+    context: Any, onto: Any, panel: Any, count: Any,
+    x0: Any, x1: Any, x2: Any, x3: Any, x4: Any, x5: Any,
+    out0: Any, out1: Any, out2: Any, out3: Any, out4: Any, out5: Any,
+) -> Any:  # fmt: skip
+    """Write the products of ``ROWS`` rows with a panel, each ``PANEL`` numbers.
+
+    Args:
+        onto: a constant: whether they are added to what is there.
+        panel: the address of ``[count, PANEL]`` float32.
+        count: how many.
+        x0: the address of a row of ``count`` float32, as the others are.
+        out0: where its products go, as the others are.
+    """
+    (constant,) = _literals(onto)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _Emitter(builder).multiply(bool(constant), args[1:])
+        return context.get_dummy_value()
+
+    return _types.void(onto, *[_types.int64] * (2 + 2 * ROWS)), generate
 
 
 @_intrinsic

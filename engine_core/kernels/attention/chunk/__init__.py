@@ -1,0 +1,1 @@
+"""Attention of a prompt's tokens, compiled for a CPU."""
