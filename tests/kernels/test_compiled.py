@@ -32,7 +32,7 @@ from engine_core.kernels import (
     rotary_store,
     silu_and_mul,
 )
-from engine_core.kernels.attention import reference
+from engine_core.kernels.attention import native, reference
 from engine_core.kernels.compiled import Kernel, kept, threads
 
 numbers: Any = pytest.importorskip(
@@ -229,6 +229,19 @@ def test_kv_heads_are_attended_together(
     share_among(count)
     bound = 2e-6 if dtype is torch.float32 else TOLERANCE[dtype]
     assert error(attend(paged), attend_by_reference(paged)) < bound
+
+
+@pytest.mark.slow
+def test_code_does_not_grow_with_heads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """DeepSeek's latent vectors are one KV head: as code without loops LLVM takes minutes."""
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    vectors = Kernel("engine_core.kernels.attention.numba:make_vectors", native._ARGUMENTS)
+    monkeypatch.setattr(native, "_VECTORS", vectors)
+    for heads in (16, 128):
+        paged = decode([5, 40], heads=heads, kv_heads=1, head_dim=576, v_head_dim=512)
+        assert error(attend(paged), attend_by_reference(paged)) < TOLERANCE[torch.float32]
+    few, many = (path.stat().st_size for path in tmp_path.glob("attention_make_vectors_*.code"))
+    assert max(few, many) < 2 * min(few, many)
 
 
 @SHAPES
