@@ -72,6 +72,7 @@ def share_among(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Non
     for operation in (
         "activation",
         "attention",
+        "attention.chunk",
         "half_linear",
         "norm",
         "rotary_store",

@@ -35,12 +35,6 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return attended
 
 
-@pytest.fixture
-def share_among(share_among: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(chunk, "_LEAST", 1)
-    return share_among
-
-
 def attend(paged: Paged, **options: Any) -> Tensor:
     return paged_attention(
         paged.q,

@@ -27,16 +27,17 @@ def check(rows: int, outputs: int, inputs: int, dtype: torch.dtype, with_bias: b
     x = torch.randn(rows, inputs)
     matrix = torch.randn(outputs, inputs).to(dtype)
     bias = torch.randn(outputs) if with_bias else None
-    wide = torch.full((rows, outputs + 7), 5.0)
-    out = half_linear(x, pack_halves(matrix), bias, wide[:, 3:-4])
+    # Beside each row there is room for what a whole tile would write.
+    wide = torch.full((rows, outputs + 128), 5.0)
+    out = half_linear(x, pack_halves(matrix), bias, wide[:, 64:-64])
     exact = x.double() @ matrix.double().T
     if bias is not None:
         exact += bias
     # Each of the products and sums of a number is rounded once.
     bound = inputs * 2**-24 * (x.double().abs() @ matrix.double().abs().T + exact.abs())
     assert ((out - exact).abs() <= bound + 1e-12).all()
-    assert (wide[:, :3] == 5).all()
-    assert (wide[:, -4:] == 5).all()
+    assert (wide[:, :64] == 5).all()
+    assert (wide[:, -64:] == 5).all()
 
 
 @settings(max_examples=examples(40), deadline=None)

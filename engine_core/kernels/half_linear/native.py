@@ -48,14 +48,14 @@ def half_linear(x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor) -> 
     )
     if m >= _MANY:
         group = max(_GROUP // (4 * PANEL * k), 1)
-        scratch = torch.empty(parts * (1 + MOST + group * k) * PANEL)
+        scratch = x.new_empty(parts * (1 + MOST + group * k) * PANEL)
         chunk = max(_CHUNK // (4 * k) // MOST, 1) * MOST
         sizes = (m, n, k, out.stride(0), chunk, group)
         _MANY_ROWS.run((kind,), parts, *given, scratch.data_ptr(), *sizes)
         return
     # Tiles of nearly equal heights: 16 rows are 6, 5 and 5.
     rows = -(-m // -(-m // MOST))
-    scratch = torch.empty(parts * (1 + rows) * PANELS[rows] * PANEL)
+    scratch = x.new_empty(parts * (1 + rows) * PANELS[rows] * PANEL)
     _FEW_ROWS.run((rows, kind), parts, *given, scratch.data_ptr(), m, n, k, out.stride(0))
 
 
