@@ -696,6 +696,7 @@ class AsyncEngine(HasFrontend):
         timeout: float | None = None,
         arrival_time: float | None = None,
         cache_salts: tuple[abc.Hashable, ...] = (),
+        client: abc.Hashable = None,
     ) -> list[RequestStream]:
         """Queue a request for each prompt, or none at all if one of them is refused.
 
@@ -708,6 +709,8 @@ class AsyncEngine(HasFrontend):
             arrival_time: when they arrived, in seconds of ``time.monotonic``; now if None.
             cache_salts: values that enter the keys of all their cache blocks; requests share
                 blocks only with requests of equal salts.
+            client: whose they are: clients take turns at having pictures, videos and sounds decoded
+                and processed. Requests of equal salts are those of one client if it is None.
 
         Returns:
             The stream of each request's outputs, in the order of the prompts.
@@ -748,7 +751,9 @@ class AsyncEngine(HasFrontend):
             )
         # Pictures are worth no work for a request that would be refused after it.
         self._check_queue(params.n * len(prompts))
-        tokenized = [await frontend.tokenize_async(prompt, cache_salts) for prompt in prompts]
+        tokenized = [
+            await frontend.tokenize_async(prompt, cache_salts, client) for prompt in prompts
+        ]
         tokenized_time = time.monotonic()
         # From here on nobody else runs until all of them are queued.
         self._check_alive()

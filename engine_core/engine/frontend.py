@@ -405,14 +405,16 @@ class Frontend:
                 yield each.result() if isinstance(each, Future) else self.tokenize(each)
 
     async def tokenize_async(
-        self, prompt: Prompt, cache_salts: tuple[Hashable, ...] = ()
+        self, prompt: Prompt, cache_salts: tuple[Hashable, ...] = (), client: Hashable = None
     ) -> TokenizedPrompt:
-        """The same without holding up the event loop."""
+        """The same without holding up the event loop; see :meth:`MediaIntake.begin` for clients."""
         if not _takes_long(prompt) and not self.media.finds_names:
             return self.tokenize(prompt, cache_salts)
         if _shows(prompt) or self.media.finds_names:
             self._check_room()
-        tokenized, shown = await asyncio.to_thread(self._begin, prompt, cache_salts, here=False)
+        tokenized, shown = await asyncio.to_thread(
+            self._begin, prompt, cache_salts, here=False, client=client
+        )
         if shown is None:
             return tokenized
         return _with_media(tokenized, (await asyncio.wrap_future(shown)).pop())
@@ -433,7 +435,12 @@ class Frontend:
             )
 
     def _begin(
-        self, prompt: Prompt, cache_salts: tuple[Hashable, ...], *, here: bool
+        self,
+        prompt: Prompt,
+        cache_salts: tuple[Hashable, ...],
+        *,
+        here: bool,
+        client: Hashable = None,
     ) -> tuple[TokenizedPrompt, Future[list[ProcessedPrompt]] | None]:
         """A prompt's tokens as given, and what becomes of it if it shows something."""
         given: Any = {}
@@ -456,7 +463,9 @@ class Frontend:
             )
         if not media:
             return tokenized, None
-        begun = self.media.begin(tokenized.token_ids, media, options, cache_salts, here=here)
+        begun = self.media.begin(
+            tokenized.token_ids, media, options, cache_salts, here=here, client=client
+        )
         return tokenized, begun
 
     def _tokenize(self, prompt: Prompt) -> TokenizedPrompt:

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -49,12 +49,26 @@ class _Asked(NamedTuple):
     known: MediaItem | None = None
 
 
+@dataclass(slots=True)
+class _Coming:
+    """A client's prompt that is being processed, and the task of a worker, once there is one."""
+
+    made: Future[list[ProcessedPrompt]]
+    client: Hashable
+    work: Future[Made] | None = None
+
+    def comes_first(self, client: Hashable) -> bool:
+        """Whether ``client`` would not get it earlier by asking for it too."""
+        return client == self.client or (self.work is not None and self.work.running())
+
+
 class MediaIntake:
     """Processes what prompts show, in workers with limits of memory and time.
 
     A file of some kilobytes may have gigabytes of pixels, and decoders have had bugs that a file
     exploits. Items that were processed before, for a request of the same salts, come from a cache
-    if the family's processor takes them (``reuses_items``). It may be used from several threads.
+    if the family's processor takes them (``reuses_items``). Clients take turns at the workers. It
+    may be used from several threads.
 
     Attributes:
         cache: items of earlier prompts.
@@ -81,7 +95,7 @@ class MediaIntake:
         self._stats = MediaStats()
         self._lock = threading.Lock()
         # Items that are being made for a prompt, by their keys.
-        self._coming: dict[Hashable, Future[list[ProcessedPrompt]]] = {}
+        self._coming: dict[Hashable, _Coming] = {}
         size = int(config.mm_processor_cache_gb * 2**30)
         if not getattr(processor, "reuses_items", False):
             size = 0
@@ -177,6 +191,7 @@ class MediaIntake:
         salts: tuple[Hashable, ...],
         *,
         here: bool,
+        client: Hashable = None,
     ) -> Future[list[ProcessedPrompt]]:
         """Begin to process a prompt.
 
@@ -186,6 +201,8 @@ class MediaIntake:
             options: settings of the family's processing.
             salts: see :class:`ProcessedPrompt`; requests share items only if theirs are equal.
             here: whether what is not encoded is processed in this process: it is its user's own.
+            client: whose prompt it is; clients take turns at the workers. Their salts tell those
+                apart for whom it is None.
 
         Returns:
             The processed prompt in a list, out of which it is to be taken: a future may live until
@@ -197,14 +214,15 @@ class MediaIntake:
             EngineDeadError: the engine is being shut down.
         """
         options = {**self._config.mm_processor_kwargs, **options}
+        client = ("salts", *salts) if client is None else client
         parts = [part for each in media.values() for part in each]
         if not any(map(names_source, parts)):
-            return self._begin(token_ids, media, options, salts, here=here)
+            return self._begin(token_ids, media, options, salts, client, here=here)
 
         def begin(read: list[MediaPart]) -> Future[list[ProcessedPrompt]]:
             left = iter(read)
             known = {kind: [next(left) for _ in each] for kind, each in media.items()}
-            return self._begin(token_ids, known, options, salts, here=here)
+            return self._begin(token_ids, known, options, salts, client, here=here)
 
         def release(done: Future[list[MediaPart]]) -> None:
             if not done.cancelled() and done.exception() is None:
@@ -229,6 +247,7 @@ class MediaIntake:
         media: Mapping[str, Sequence[MediaPart]],
         options: Mapping[str, Any],
         salts: tuple[Hashable, ...],
+        client: Hashable,
         *,
         here: bool,
     ) -> Future[list[ProcessedPrompt]]:
@@ -237,13 +256,14 @@ class MediaIntake:
             kind: [self._asked(part, options, salts) for part in parts]
             for kind, parts in media.items()
         }
-        return self._made(token_ids, asked, options, here=here)
+        return self._made(token_ids, asked, options, client, here=here)
 
     def _made(
         self,
         token_ids: Sequence[int],
         asked: Mapping[str, Sequence[_Asked]],
         options: Mapping[str, Any],
+        client: Hashable,
         *,
         here: bool,
     ) -> Future[list[ProcessedPrompt]]:
@@ -269,10 +289,11 @@ class MediaIntake:
         made: Future[list[ProcessedPrompt]] = Future()
         work: Future[Made] = Future()
         new = [each for of_kind in asked.values() for each in of_kind if each.known is None]
-        other = self._come([key for each in new for key in (each.key, each.name)], made)
+        coming = _Coming(made, client)
+        other = self._come(new, coming)
         if other is not None:
             return _flattened(
-                _ended(other), lambda _: self._made(token_ids, asked, options, here=here)
+                _ended(other), lambda _: self._made(token_ids, asked, options, client, here=here)
             )
         here = here and not any(isinstance(each.part.value, str | bytes | None) for each in new)
         if here or not new:
@@ -280,9 +301,8 @@ class MediaIntake:
         else:
             try:
                 self._check_content(parts)
-                work = self._workers.submit(
-                    f"{_ROOM}:process", packed_token_ids(token_ids), wanted, options
-                )
+                task = f"{_ROOM}:process", packed_token_ids(token_ids), wanted, options
+                work = coming.work = self._workers.submit(*task, client=client)
             except BaseException:
                 made.cancel()
                 raise
@@ -314,22 +334,31 @@ class MediaIntake:
                 )
 
     def _come(
-        self, keys: Sequence[Hashable | None], made: Future[list[ProcessedPrompt]]
+        self, asked: Sequence[_Asked], coming: _Coming
     ) -> Future[list[ProcessedPrompt]] | None:
-        """Take note that ``made`` brings items, unless another, which is returned, brings one."""
-        new = [*dict.fromkeys(key for key in keys if key is not None)] if self._keeps else []
+        """Take note of what brings parts, unless another, which is returned, brings one earlier.
 
-        def come(_: Future[list[ProcessedPrompt]]) -> None:
+        Else a client would wait for the turns of another that asked for the same before.
+        """
+        if not self._keeps:
+            return None
+        new = {key: each for each in asked for key in (each.key, each.name) if key is not None}
+
+        def come(made: Future[list[ProcessedPrompt]]) -> None:
             with self._lock:
                 for key in new:
-                    del self._coming[key]
+                    if key in self._coming and self._coming[key].made is made:
+                        del self._coming[key]
 
         with self._lock:
-            for key in new:
-                if key in self._coming:
-                    return self._coming[key]
-            self._coming.update(dict.fromkeys(new, made))
-        made.add_done_callback(come)
+            for key, each in new.items():
+                other = self._coming.get(key)
+                if other is None:
+                    continue
+                if each.part.value is None or other.comes_first(coming.client):
+                    return other.made
+            self._coming.update(dict.fromkeys(new, coming))
+        coming.made.add_done_callback(come)
         return None
 
     def _process_here(

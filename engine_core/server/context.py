@@ -6,12 +6,13 @@ import hashlib
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import HTTPConnection
 
+from engine_core.server.connections import network_of
 from engine_core.server.errors import ApiError
 
 _KEY = "engine_core.context"
@@ -30,6 +31,7 @@ class RequestContext:
         details: further columns of the log line.
         log_prompts: whether the log may quote what the client sent.
         body_size: bytes of the body, once it is read.
+        host: the client's address; "" if it is not known.
         key: a digest of the API key; empty if the server has none.
         cache_namespace: the same if the requests of a key have a prefix cache of their own.
         of_anthropic: whether it is one of Anthropic's API.
@@ -42,6 +44,7 @@ class RequestContext:
     details: dict[str, Any] = field(default_factory=dict)
     log_prompts: bool = False
     body_size: int = 0
+    host: str = ""
     key: bytes = b""
     cache_namespace: bytes = b""
     of_anthropic: bool = False
@@ -59,13 +62,21 @@ class RequestContext:
             return ()
         return (hashlib.sha256(self.cache_namespace + (salt or "").encode()).digest(),)
 
+    def client(self, salt: str | None) -> Hashable:
+        """Whose turn a request with the ``cache_salt`` takes: of a key, else of address and salt.
+
+        With a key no salts, which a client could change to have more turns.
+        """
+        return self.key or (network_of(self.host), salt)
+
     @classmethod
     def begin(cls, scope: Any, given_id: str | None, *, log_prompts: bool) -> RequestContext:
         """A new one, put into ``scope``."""
         accepted = given_id is not None and _ACCEPTED.fullmatch(given_id)
         request_id = given_id if accepted and given_id else uuid.uuid4().hex
         anthropic = f"{scope['path']}/".startswith("/v1/messages/")
-        context = cls(request_id, log_prompts=log_prompts, of_anthropic=anthropic)
+        host, _ = scope.get("client") or ("", 0)
+        context = cls(request_id, log_prompts=log_prompts, host=host, of_anthropic=anthropic)
         scope[_KEY] = context
         return context
 

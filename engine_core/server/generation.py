@@ -294,6 +294,7 @@ class Generation:
                     timeout=min(limits, default=None),
                     arrival_time=context.arrival,
                     cache_salts=context.cache_salts(body.cache_salt),
+                    client=context.client(body.cache_salt),
                 )
         except EngineDeadError:
             if service.phase == "draining":

@@ -11,8 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 from engine_core.errors import EngineDeadError, QueueFullError
 from engine_core.workers import template
 from engine_core.workers.template import STATUS
+from engine_core.workers.turns import Turns
 
 # A template that was told to end has so long until it is killed.
 _STOP_SECONDS = 5.0
@@ -116,33 +116,39 @@ class WorkerPool:
         with self._lock:
             self._closed = True
             templates = [setup._template for setup in self._setups]
-            waiting = [task for setup in self._setups for task in setup._waiting]
+            waiting = [task for setup in self._setups for task in setup._turns.clear()]
             for setup in self._setups:
                 setup._template = None
-                setup._waiting.clear()
         for template_ in templates:
             if template_ is not None:
                 template_.close()
         self._threads.shutdown(wait=False)
-        for future, *_ in waiting:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(_closed())
+        for task in waiting:
+            task.refuse(_closed())
 
-    def _submit(self, setup: Workers, task: _Task) -> None:
+    def _submit(self, setup: Workers, task: _Given) -> None:
         if self._owner != os.getpid():
             self._begin()
+        shed = full = None
         with self._lock:
             if self._closed:
                 raise _closed()
-            # Nobody waits any more for what was cancelled.
-            setup._waiting = deque(each for each in setup._waiting if not each[0].cancelled())
             if setup.unfinished >= self._places + self._max_queued:
-                raise QueueFullError(
+                full = QueueFullError(
                     f"{setup.unfinished} requests wait for {setup._what} already; this one can be "
                     "served later"
                 )
-            setup._waiting.append(task)
+                if (shed := setup._turns.shed(task.client)) is None:
+                    raise full
+            setup._turns.add(task.client, task)
             self._dispatch()
+        if shed is not None and full is not None:  # its callbacks may submit
+            shed.refuse(full)
+
+    def _leave(self, setup: Workers, task: _Given) -> None:
+        """Nobody waits for the task any more."""
+        with self._lock:
+            setup._turns.discard(task.client, task)
 
     @property
     def _places(self) -> int:
@@ -151,21 +157,20 @@ class WorkerPool:
 
     def _dispatch(self) -> None:
         """Have threads wait for as many tasks as may run, of each setup in its turn."""
-        while sum(setup._running for setup in self._setups) < self._max_workers:
-            ready = [s for s in self._setups if s._waiting and s._running < self._places]
+        while sum(setup._turns.num_running for setup in self._setups) < self._max_workers:
+            turns = ((setup, setup._turns) for setup in self._setups)
+            ready = [setup for setup, t in turns if t and t.num_running < self._places]
             if not ready or self._closed:
                 return
             chosen = ready[0]
             self._setups.remove(chosen)
             self._setups.append(chosen)
-            chosen._running += 1
-            self._threads.submit(self._run, chosen, *chosen._waiting.popleft())
+            self._threads.submit(self._run, chosen, chosen._turns.take())
 
-    def _run(
-        self, setup: Workers, future: _Given, function: str, arguments: tuple[Any, ...]
-    ) -> None:
+    def _run(self, setup: Workers, future: _Given) -> None:
         try:
             if future.set_running_or_notify_cancel():
+                function, arguments = future.take()
                 try:
                     future.set_result(setup._run(future.line, function, arguments))
                 except BaseException as error:
@@ -174,7 +179,7 @@ class WorkerPool:
                     future.set_exception(_closed() if self._closed else error)
         finally:
             with self._lock:
-                setup._running -= 1
+                setup._turns.end(future.client)
                 self._dispatch()
 
 
@@ -201,18 +206,34 @@ class _Line:
 class _Given(Future[Any]):
     """The future of a task; to cancel it while it runs ends its worker."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, setup: Workers, client: Hashable, function: str, arguments: tuple[Any, ...]
+    ) -> None:
         super().__init__()
+        self.client = client
         self.line = _Line()
+        self._setup = setup
+        self._call: tuple[str, tuple[Any, ...]] | None = (function, arguments)
+
+    def take(self) -> tuple[str, tuple[Any, ...]]:
+        """The function and its arguments, once: who keeps the future does not keep these."""
+        call, self._call = self._call, None
+        assert call is not None, "a task runs once"
+        return call
+
+    def refuse(self, error: Exception) -> None:
+        """Have a task that will not run raise ``error``."""
+        self._call = None
+        if self.set_running_or_notify_cancel():
+            self.set_exception(error)
 
     def cancel(self) -> bool:
         if super().cancel():
+            self._call = None
+            self._setup._pool._leave(self._setup, self)
             return True
         self.line.hang_up()
         return False
-
-
-_Task = tuple[_Given, str, tuple[Any, ...]]
 
 
 def _closed() -> EngineDeadError:
@@ -238,14 +259,13 @@ class Workers:
         self._begin()
 
     def _begin(self) -> None:
-        self._waiting: deque[_Task] = deque()
-        self._running = 0
+        self._turns: Turns[_Given] = Turns()
         self._template: _Template | None = None
 
     @property
     def unfinished(self) -> int:
         """Tasks that run or wait."""
-        return self._running + len(self._waiting)
+        return self._turns.num_running + len(self._turns)
 
     def start(self) -> None:
         """Start the template, if there is none, and wait until it can fork workers.
@@ -257,20 +277,22 @@ class Workers:
         """
         self._ready_template()
 
-    def submit(self, function: str, *arguments: Any) -> Future[Any]:
+    def submit(self, function: str, *arguments: Any, client: Hashable = None) -> Future[Any]:
         """Have a worker call ``module:function`` with the initializer's value and ``arguments``.
 
-        The future raises what the function raised, :class:`WorkerError`, or
+        The tasks of each ``client`` run in their order, and clients take turns. If too many tasks
+        wait, the newest of the client with the most raises :class:`QueueFullError`, if that is
+        another. The future raises what the function raised, :class:`WorkerError`, or
         :class:`EngineDeadError` if the pool is closed. ``asyncio.wrap_future`` makes it one to
         await. Cancelling it ends a worker that is at the task, and the future raises
         :class:`WorkerError`.
 
         Raises:
-            QueueFullError: too many tasks wait.
+            QueueFullError: too many tasks wait, and no other client has more of them.
             EngineDeadError: the pool is closed.
         """
-        future = _Given()
-        self._pool._submit(self, (future, function, arguments))
+        future = _Given(self, client, function, arguments)
+        self._pool._submit(self, future)
         return future
 
     def _ready_template(self) -> _Template:

@@ -207,6 +207,68 @@ def test_tasks_of_one_setup_hold_up_no_others() -> None:
     pool.close()
 
 
+def test_clients_take_turns() -> None:
+    pool = WorkerPool(max_workers=2)  # one of which this setup has
+    workers = setup(pool)
+    workers.start()
+    begun: list[str] = []
+
+    def ask(name: str) -> Future[Any]:
+        task = workers.submit("worker_tasks:look", name, client=name[0])
+        task.add_done_callback(lambda done: begun.append(name))
+        return task
+
+    first = workers.submit("worker_tasks:sleep", 60, client="a")
+    tasks = [ask(name) for name in ("a1", "a2", "a3", "a4", "b1", "b2", "c1", "b3")]
+    assert workers.unfinished == 9
+    # What is cancelled leaves at once, and its client's next one has its place.
+    assert tasks[5].cancel()
+    assert workers.unfinished == 8
+    first.cancel()
+    for task in tasks[:5] + tasks[6:]:
+        assert task.result(60)
+    assert begun == ["b2", "a1", "b1", "c1", "a2", "b3", "a3", "a4"]
+    assert workers.unfinished == 0
+    pool.close()
+
+
+def test_a_client_whose_tasks_take_long_leaves_places_to_others() -> None:
+    pool = WorkerPool(max_workers=3)  # two of which this setup has
+    workers = setup(pool, Limits(600, 64 * MIB, MIB))
+    workers.start()
+    long = [workers.submit("worker_tasks:sleep", 600, client="a") for _ in range(4)]
+    quick = [workers.submit("worker_tasks:look", name, client="b") for name in "xyz"]
+    assert not long[0].cancel()
+    # The other one goes on, and no third begins before all of these have ended.
+    assert [task.result(60)[0] for task in quick] == ["statex", "statey", "statez"]
+    assert long[1].running()
+    pool.close()
+
+
+def test_a_full_queue_has_room_for_who_has_less_in_it() -> None:
+    pool = WorkerPool(max_workers=1, max_queued=4)
+    workers = setup(pool)
+
+    def ask(client: str) -> Future[Any]:
+        return workers.submit("worker_tasks:sleep", 60, client=client)
+
+    many = [ask("a") for _ in range(5)]
+    other = [ask("b"), ask("b")]
+    for task in many[:-3:-1]:  # the newest
+        with pytest.raises(QueueFullError, match="5 requests wait for the worker already"):
+            task.result(60)
+    for client in "ab":  # both have as many now
+        with pytest.raises(QueueFullError, match="5 requests wait for the worker already"):
+            ask(client)
+    assert not any(task.done() for task in (*many[:3], *other))
+    third = ask("c")
+    with pytest.raises(QueueFullError):
+        many[2].result(60)
+    assert workers.unfinished == 5
+    assert not third.done()
+    pool.close()
+
+
 def test_shared_memory_travels_both_ways() -> None:
     pool = WorkerPool()
     workers = setup(pool)

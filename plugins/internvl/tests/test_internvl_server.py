@@ -232,6 +232,21 @@ def test_videos_and_files_are_seen(server: Any, folder: Path) -> None:
     assert seen["usage"]["prompt_tokens"] == words["usage"]["prompt_tokens"] + frames
 
 
+def test_a_key_does_not_wait_for_all_pictures_of_another(server: Any) -> None:
+    whole = np.zeros((3000, 3000, 3), np.uint8)
+    large = [image(url(encoded(whole[: 3000 - i]))) for i in range(9)]
+    with ThreadPoolExecutor(9) as threads:
+        many = [threads.submit(ask, server, each, max_tokens=1) for each in large]
+        while server.metric("engine_core_media_requests_waiting") < 8:
+            assert not all(each.done() for each in many)
+        one = ask(server, image(url(encoded(255 - PICTURE))), key="b", max_tokens=1)
+        assert one.status_code == 200
+        # Behind all of them at most two would not be done: those that generate.
+        assert sum(each.done() for each in many) <= 6
+        assert [each.result().status_code for each in many] == [200] * 9
+    server.wait_for("engine_core_media_requests_waiting", 0)
+
+
 def test_more_than_the_context_holds_is_told_as_that(server: Any) -> None:
     """Each picture alone would do."""
     others = [image(url(encoded(np.roll(PICTURE, shift, 0)))) for shift in range(20)]

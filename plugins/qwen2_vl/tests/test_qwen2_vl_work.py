@@ -61,10 +61,12 @@ class Work(MediaIntake):
         made: ProcessedPrompt = self.begun(*images, here=here, **settings).result(60).pop()
         return made
 
-    def begun(self, *images: Any, here: bool = False, salts: Any = (), **options: Any) -> Any:
+    def begun(
+        self, *images: Any, here: bool = False, salts: Any = (), client: Any = None, **options: Any
+    ) -> Any:
         parts = [MediaPart("image", image, f"part.{i}") for i, image in enumerate(images)]
         ids = [5, *[IMAGE, 6] * len(images)]
-        return self.begin(ids, {"image": parts}, options, salts, here=here)
+        return self.begin(ids, {"image": parts}, options, salts, here=here, client=client)
 
 
 @pytest.fixture(scope="module")
@@ -333,6 +335,32 @@ def test_equal_pictures_that_come_at_once_are_processed_once() -> None:
         eventually(shared_files, [])
     finally:
         gc.enable()
+    work.close()
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["by name", "by salt"])
+def test_nobody_waits_for_all_that_another_client_shows(named: bool) -> None:
+    work = Work()
+    work.start()
+    done = []
+
+    def ask(client: str, *shown: str) -> Any:
+        whose = {"client": client} if named else {"salts": (client,)}
+        begun = work.begun(*shown, **whose)
+        begun.add_done_callback(lambda _: done.append(client))
+        return begun
+
+    own = data_url()
+    huge = [data_url(np.full((1500, 1500 + i, 3), i, np.uint8)) for i in range(6)]
+    begun = [ask("a", each) for each in huge[:4]]
+    # What the other one shows is also in a prompt that waits behind these: it is not waited for.
+    begun += [ask("a", own, huge[4]), ask("b", own), ask("a", own, huge[5])]
+    left = [ask("a", huge[0], huge[1]), ask("b", data_url(OTHER))]
+    assert all(each.cancel() for each in left)
+    assert [len(each.result(60).pop().media) for each in begun] == [1, 1, 1, 1, 2, 1, 2]
+    # Behind one of the other's, or some more that were done before it came: not behind all.
+    assert done.index("b", 2) < 6
+    assert work.stats.waiting == 0
     work.close()
 
 
