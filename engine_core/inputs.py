@@ -284,7 +284,7 @@ class InputProcessor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MediaLimit:
-    """The most that an item of a kind takes, by the checkpoint and without a request's options.
+    """The most that an item of a kind takes, by checkpoint and engine, without a request's options.
 
     Attributes:
         num_embeddings: of the largest item; None if items have no largest one, as videos.
@@ -310,8 +310,9 @@ class MediaProcessor(InputProcessor, Protocol):
     :class:`MediaItem` that it made of an earlier prompt, with the same options: the span is
     another, the digest and the features stay.
 
-    It may have a method ``media_limits()``, which gives a :class:`MediaLimit` by kind. Memory for
-    the encoder is then planned before the KV cache's, and ``check-model`` tells the limits.
+    It may have a method ``media_limits(options)``, which gives a :class:`MediaLimit` by kind, for
+    the options that the engine has for requests that bring none. Memory for the encoder is then
+    planned before the KV cache's, and ``check-model`` tells the limits.
 
     It may have a method ``named_media(token_ids)``, for prompts whose own tokens name files: by
     kind the path or address of each, and nothing where items come with the prompt. They are read

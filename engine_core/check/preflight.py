@@ -87,6 +87,7 @@ from engine_core.runtime.source import (
     open_files,
     option_scheme,
     read_config,
+    taken_media,
 )
 from engine_core.runtime.stages import of_each_stage, whole_budget
 from engine_core.runtime.task import with_task, without_head
@@ -167,7 +168,7 @@ class _Check:
     scheme: QuantizationScheme | None = None
     dtype: str | None = None
     tokenizer: Tokenizer | None = None
-    media: Mapping[str, MediaLimit | None] = field(default_factory=dict)
+    media_of_model: Mapping[str, MediaLimit | None] = field(default_factory=dict)
     network: nn.Module | None = None
     whole: nn.Module | None = None  # what ranks share out
     num_parameters: int | None = None
@@ -266,9 +267,9 @@ class _Check:
             self.generates = self.model_config.pooling is None
         with self._collecting():
             processor = registry.input_processor(self.model_config)
-            self.media = media_limits(processor)
             given = self.config.mm_processor_kwargs
             check_media_options(processor, given, self.model_config.architecture)
+            self.media_of_model = media_limits(processor, given)
         self.dtype = platform.resolve_dtype(self.config, device, self.model_config.dtype)
         self._check_special_ids(self.model_config, checkpoint)
         with self._collecting("generation-config-invalid"):
@@ -556,7 +557,8 @@ class _Check:
                 f"not the {max_model_len} that the model can do",
             )
         self._check_items(planned)
-        modules = {name for limit in self.media.values() if limit for name in limit.modules}
+        limits = self.media_of_model.values()
+        modules = {name for limit in limits if limit for name in limit.modules}
         encoder_weights = 0
         with self._collecting():
             named = _named_modules(network, modules)
@@ -588,6 +590,11 @@ class _Check:
             if alone is None
             else _replicated(network, alone, ranks // stages, account),
         )
+
+    @property
+    def media(self) -> dict[str, MediaLimit | None]:
+        """The limits of what a prompt may show."""
+        return taken_media(self.media_of_model, self.config)
 
     def _plan_media(self) -> MediaPlan:
         assert self.model_config is not None, "its network was built"
@@ -707,6 +714,7 @@ class _Check:
 
     def report(self, seconds: float) -> CheckReport:
         """Everything found, as a report."""
+        most: Mapping[str, int] = self.config.limit_mm_per_prompt  # type: ignore[assignment]
         errors = {problem.code for problem in self.problems if problem.severity == "error"}
         exit_code: Literal[0, 1, 3, 4] = 0
         if errors - {"comparison-differs"}:
@@ -733,6 +741,7 @@ class _Check:
                     kind=kind,
                     max_tokens=limit.num_embeddings if limit else None,
                     largest=limit.largest or None if limit else None,
+                    max_items=most.get(kind),
                 )
                 for kind, limit in self.media.items()
             ),

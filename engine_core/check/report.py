@@ -213,13 +213,16 @@ class MemoryInfo(_Model):
 
 
 class MediaInfo(_Model):
-    """A kind of media that the model takes."""
+    """A kind of media that the model takes, and the options allow."""
 
     kind: str = Field(description="image, video or audio.")
     max_tokens: int | None = Field(
         description="Most tokens of an item; null if there is no most, or the family does not say."
     )
     largest: str | None = Field(description="The largest item, in words; null as max_tokens.")
+    max_items: int | None = Field(
+        description="Most items of a prompt (limit_mm_per_prompt); null for no limit."
+    )
 
 
 class FusionInfo(_Model):

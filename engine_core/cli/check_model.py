@@ -137,7 +137,8 @@ def _rows(report: CheckReport) -> dict[str, str]:
 def _media_text(media: MediaInfo) -> str:
     largest = "" if media.largest is None else f" of up to {media.largest}"
     tokens = "" if media.max_tokens is None else f" ({media.max_tokens} tokens)"
-    return f"{media.kind}{largest}{tokens}"
+    number = "" if media.max_items is None else f", {media.max_items} in a prompt"
+    return f"{media.kind}{largest}{tokens}{number}"
 
 
 def _comparison_lines(report: CheckReport) -> list[str]:

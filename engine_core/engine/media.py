@@ -127,8 +127,17 @@ class MediaIntake:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds that the model takes besides text: "image", "video" or "audio"."""
+        """Kinds that are taken besides text: "image", "video" or "audio"."""
+        return tuple(kind for kind in self._known_kinds if self._most(kind) != 0)
+
+    @property
+    def _known_kinds(self) -> tuple[str, ...]:
         return () if self._processor is None else self._processor.media_kinds
+
+    def _most(self, kind: str) -> int | None:
+        """Items of a kind that a prompt may have."""
+        limits: Mapping[str, int] = self._config.limit_mm_per_prompt  # type: ignore[assignment]
+        return limits.get(kind)
 
     def check(self, media: Mapping[str, Sequence[MediaPart]]) -> None:
         """Refuse what the model cannot see or hear, and more than the engine allows of a kind.
@@ -136,15 +145,15 @@ class MediaIntake:
         Raises:
             RequestError: something is of such a kind, or one too many.
         """
-        kinds = self.kinds
         for kind, parts in media.items():
-            if kind not in kinds:
+            if kind not in self._known_kinds:
                 param = parts[0].param
+                kinds = self.kinds
                 takes = f"takes {', '.join(kinds)} and text" if kinds else "takes text alone"
                 architecture = self._model_config.architecture
                 message = f"{param} has {kind!r}, and {architecture} {takes}"
                 raise RequestError(message, param=param)
-            most = self._config.limit_mm_per_prompt.get(kind)  # type: ignore[call-overload]
+            most = self._most(kind)
             if most is not None and len(parts) > most:
                 param = parts[most].param
                 raise RequestError(

@@ -23,6 +23,7 @@ from engine_core.errors import (
     PluginError,
     UnknownArchitectureError,
 )
+from engine_core.inputs import check_media_options
 from engine_core.kernels.block_linear import is_fast
 from engine_core.nn.quantization import QuantizationScheme, kv_scales
 from engine_core.nn.quantization.facts import facts_of
@@ -141,6 +142,7 @@ def open_model(
     model_class = registry.model_class(model_config.architecture)
     model_config = with_task(model_config, model_class, checkpoint, config)
     processor = registry.input_processor(model_config)
+    check_media_options(processor, config.mm_processor_kwargs, model_config.architecture)
     kv_cache_dtype, why = find_kv_cache(config, scheme, model_config, device)
     slower = check_kv_cache(kv_cache_dtype, device)
     for warning in (why, slower):
@@ -158,12 +160,26 @@ def open_model(
         prompt_state=getattr(processor, "prompt_state", None),
         scheme=scheme,
         kv_cache_dtype=kv_cache_dtype,
-        media=media_limits(processor),
+        media=taken_media(media_limits(processor, config.mm_processor_kwargs), config),
     )
 
 
-def media_limits(processor: InputProcessor | None) -> dict[str, MediaLimit | None]:
+def taken_media(
+    limits: Mapping[str, MediaLimit | None], config: EngineConfig
+) -> dict[str, MediaLimit | None]:
+    """Those of the kinds of which a prompt may have any, by ``limit_mm_per_prompt``."""
+    most: Mapping[str, int] = config.limit_mm_per_prompt  # type: ignore[assignment]
+    return {kind: limit for kind, limit in limits.items() if most.get(kind) != 0}
+
+
+def media_limits(
+    processor: InputProcessor | None, options: Mapping[str, Any]
+) -> dict[str, MediaLimit | None]:
     """The limit of each kind that a processor takes, None where it states none; {} for text.
+
+    Args:
+        processor: the family's, if it has one.
+        options: ``mm_processor_kwargs`` of the engine, which the processor knows.
 
     Raises:
         PluginError: it fails at it, or gives no limits.
@@ -174,7 +190,7 @@ def media_limits(processor: InputProcessor | None) -> dict[str, MediaLimit | Non
     name = f"{type(processor).__name__}.media_limits"
     try:
         with contained():
-            given: Any = getattr(processor, "media_limits", dict)()
+            given: Any = getattr(processor, "media_limits", lambda _: {})(options)
     except Exception as error:
         place = failed_at(error, package_of(type(processor)))
         raise PluginError(f"{name} failed: {type(error).__name__}: {error}{place}") from error

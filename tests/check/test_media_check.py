@@ -5,18 +5,20 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from seeing_model import write_seeing_model
+from seeing_model import character, write_seeing_model
 from typer.testing import CliRunner
 
-from engine_core import LLM, EngineConfig
+from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.check import check_model
 from engine_core.cli import app
-from engine_core.errors import OptionError
+from engine_core.errors import OptionError, RequestError
 
 runner = CliRunner(env={"COLUMNS": "100"})
 GIB = 2**30
+PICTURE = np.zeros((56, 56, 3), np.uint8)
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +32,13 @@ def test_what_it_takes_and_the_memory_of_its_encoder(model: Path) -> None:
     assert report.problems == ()
     # 1280 x 28 x 28 pixels are what transformers' processor allows if the checkpoint says nothing.
     assert [each.model_dump() for each in report.media] == [
-        {"kind": "image", "max_tokens": 1280, "largest": "1003520 pixels"},
-        {"kind": "video", "max_tokens": None, "largest": "602112 pixels a frame"},
+        {"kind": "image", "max_tokens": 1280, "largest": "1003520 pixels", "max_items": None},
+        {
+            "kind": "video",
+            "max_tokens": None,
+            "largest": "602112 pixels a frame",
+            "max_items": None,
+        },
     ]
     memory = report.memory
     assert memory is not None
@@ -59,10 +66,46 @@ def test_what_it_takes_and_the_memory_of_its_encoder(model: Path) -> None:
     assert "encoder" in shown.output
 
 
+def test_what_it_takes_by_the_options(model: Path) -> None:
+    options = ["--memory", "8GiB", "--max-model-len", "4096", "--limit-mm-per-prompt"]
+    limits = '{"image": 2, "video": 0}'
+    options += [limits, "--mm-processor-kwargs", '{"max_pixels": 78400}']
+    shown = runner.invoke(app, ["check-model", str(model), *options])
+    assert shown.exit_code == 0
+    assert "text; image of up to 78400 pixels (100 tokens), 2 in a prompt\n" in re.sub(
+        " +\n", "\n", shown.output
+    )
+    # As many fit: 2048 would be too few without the option.
+    assert "media-too-large" not in shown.output
+
+    none = EngineConfig(max_model_len=256, limit_mm_per_prompt={"image": 0, "video": 0})
+    report = check_model(model, none, memory=8 * GIB)
+    assert report.media == report.problems == ()
+    memory = report.memory
+    assert memory is not None
+    assert memory.encoder_weights_bytes > 0  # these are loaded with the others
+    assert memory.encoder_cache_bytes == memory.encoder_activation_bytes == 0
+    assert memory.cache_bytes == 8 * GIB - memory.weights_bytes
+    prompt = "".join(map(character, (5, 80, 7)))
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    answers = []
+    for config in (none, none.replace(limit_mm_per_prompt={})):
+        with LLM(str(model), config.replace(kv_cache_memory=2**24)) as llm:
+            answers.append(llm.generate(prompt, params)[0].outputs[0].token_ids)
+            kinds = llm.engine.frontend.media.kinds
+            assert kinds == (() if config is none else ("image", "video"))
+            if config is none:
+                shown_picture = {"prompt": prompt, "multi_modal_data": {"image": PICTURE}}
+                with pytest.raises(RequestError, match=r"'image', and 0 are taken at most"):
+                    llm.generate(shown_picture, params)
+    assert answers[0] == answers[1]
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         ({"max_pixels": 0}, "mm_processor_kwargs: max_pixels must be a positive integer, got 0"),
+        ({"min_pixels": 2_000_000}, "min_pixels (2000000) is more than max_pixels (1003520)"),
         ({"colour": 1}, "mm_processor_kwargs: 'colour' is not one of min_pixels, max_pixels"),
     ],
 )

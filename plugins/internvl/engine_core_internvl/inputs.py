@@ -87,9 +87,9 @@ class InternVLProcessor:
             PromptState() if self._text is None else getattr(self._text, "prompt_state", None)
         )
 
-    def media_limits(self) -> dict[str, MediaLimit]:
+    def media_limits(self, options: Mapping[str, Any]) -> dict[str, MediaLimit]:
         """The most tiles of an image, and what the tower takes for an embedding of them."""
-        stated = self._settings
+        stated = {**self._settings, **options}
         most = stated["max_dynamic_patch"] if stated["dynamic_image_size"] else 1
         largest = f"{most} tile{'s' * (most > 1)} of {self._tile_size} x {self._tile_size} pixels"
         if most > 1 and stated["use_thumbnail"]:

@@ -380,7 +380,7 @@ def test_the_tower_takes_no_more_memory_than_is_said(size: str, dtype: torch.dty
     context = BuildContext(dtype=dtype, model_class=build_registry(()).model_class)
     model: Any = build_on_meta(InternVLModel, config, context)
     dummy_weights(model, torch.device("cpu"), 0)
-    said = InternVLProcessor(config).media_limits()["image"].activations
+    said = InternVLProcessor(config).media_limits({})["image"].activations
     for shape, kind in (((7, 64, 64, 3), torch.uint8), ((7, 3, 64, 64), torch.float32)):
         with torch.inference_mode(), Allocated() as allocated:
             model.embed_media("image", [{"pixel_values": torch.zeros(shape, dtype=kind)}])
@@ -397,5 +397,5 @@ def test_the_largest_picture_is_as_large_as_is_said() -> None:
     ):
         made = processor(**changes)
         prompt = made.process_media([CONTEXT], {"image": [picture(900, 900, 3)]}, {})
-        limit = made.media_limits()["image"]
+        limit = made.media_limits({})["image"]
         assert limit.num_embeddings == prompt.media[0].num_embeddings == 4 * tiles

@@ -52,8 +52,8 @@ class Qwen2AudioProcessor:
         self._activations = _activations(config.audio_config)
         self._extractor = MelExtractor.from_config(config.audio_config, config.extractor)
 
-    def media_limits(self) -> dict[str, MediaLimit]:
-        """The longest sound, and what the encoder takes for an embedding."""
+    def media_limits(self, options: Mapping[str, Any]) -> dict[str, MediaLimit]:
+        """The longest sound, whatever the options, and what the encoder takes for an embedding."""
         seconds = self._extractor.most / self._extractor.rate
         modules = ("audio_tower", "multi_modal_projector")
         return {

@@ -297,12 +297,12 @@ def test_the_encoder_takes_no_more_memory_than_is_said(samples: int, dtype: torc
         ]
         model.embed_media("audio", items)
     measured = allocated.peak / sum(item.num_embeddings for item in made) / dtype.itemsize
-    said = maker.media_limits()["audio"].activations
+    said = maker.media_limits({})["audio"].activations
     assert measured <= said <= 3 * measured
 
 
 def test_the_longest_sound_is_as_long_as_is_said() -> None:
-    limit = processor().media_limits()["audio"]
+    limit = processor().media_limits({})["audio"]
     (item,) = processor().process_media([AUDIO], {"audio": [(noise(16000), 16000)]}, {}).media
     assert item.num_embeddings == limit.num_embeddings == 25
     assert limit.largest == "1 s"

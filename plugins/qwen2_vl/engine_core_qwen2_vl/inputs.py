@@ -98,10 +98,13 @@ class Qwen2VLProcessor:
         # None where time goes on by one with each pair of frames.
         self._per_second: float | None = config.vision_config.get("tokens_per_second")
 
-    def media_limits(self) -> dict[str, MediaLimit]:
+    def media_limits(self, options: Mapping[str, Any]) -> dict[str, MediaLimit]:
         """The largest image, and what the tower takes for an embedding of it."""
         factor = self._patcher.patch_size * self._merge
-        pixels = {kind: settings["max_pixels"] for kind, settings in self._settings.items()}
+        pixels = {
+            kind: options.get("max_pixels", settings["max_pixels"])
+            for kind, settings in self._settings.items()
+        }
         images = pixels["image"] // factor**2
         return {
             "image": MediaLimit(
@@ -217,12 +220,9 @@ class Qwen2VLProcessor:
                 digest = media_digest(kind, patches.values, *patches.grid, interval)
                 return self._made(kind, digest, patches, interval)
             frames = [to_pixels(item)] if kind == "image" else to_frames(item)
-            limits = {key: options.get(key, self._settings[kind][key]) for key in _LIMITS}
-            if limits["min_pixels"] > limits["max_pixels"]:
-                raise RequestError(
-                    f"min_pixels ({limits['min_pixels']}) is more than max_pixels "
-                    f"({limits['max_pixels']})"
-                )
+            limits, wrong = self._limits(kind, options)
+            if wrong:
+                raise RequestError(wrong)
             patches = self._patcher.patches(frames, **limits)
             if timed:
                 fps = options.get("fps", getattr(item, "fps", None) or _FPS)
@@ -268,7 +268,18 @@ class Qwen2VLProcessor:
             else:
                 continue
             raise RequestError(f"mm_processor_kwargs: {wrong}", param="mm_processor_kwargs")
+        clashes = [self._limits(kind, options)[1] for kind in self.media_kinds]
+        if all(clashes):
+            message = f"mm_processor_kwargs: {clashes[0]}"
+            raise RequestError(message, param="mm_processor_kwargs")
         return dict(options)
+
+    def _limits(self, kind: str, options: Mapping[str, Any]) -> tuple[dict[str, int], str]:
+        """The least and most pixels of a kind, and why they make no sense, or nothing."""
+        limits = {key: options.get(key, self._settings[kind][key]) for key in _LIMITS}
+        least, most = limits.values()
+        wrong = f"min_pixels ({least}) is more than max_pixels ({most})" if least > most else ""
+        return limits, wrong
 
     def _given_patches(self, kind: str, features: Mapping[str, Any]) -> Patches:
         import numpy as np

@@ -284,13 +284,13 @@ def test_the_tower_takes_no_more_memory_than_is_said(family: str, dtype: torch.d
         ]
         model.embed_media("image", items)
     embeddings = sum(math.prod(grid) for grid in grids) // 4
-    said = Qwen2VLProcessor(config).media_limits()["image"].activations
+    said = Qwen2VLProcessor(config).media_limits({})["image"].activations
     measured = allocated.peak / embeddings / dtype.itemsize
     assert measured <= said <= 1.6 * measured
 
 
 def test_the_largest_picture_is_as_large_as_is_said() -> None:
-    limit = processor().media_limits()["image"]
+    limit = processor().media_limits({})["image"]
     prompt = processor().process_media([IMAGE], {"image": [picture(1120, 896, 3)]}, {})
     assert prompt.media[0].num_embeddings == limit.num_embeddings == 1280
     prompt = processor().process_media([IMAGE], {"image": [picture(1800, 1500, 3)]}, {})

@@ -88,7 +88,7 @@ class QWenVLProcessor(QWenProcessor):
         """
         return self.process_media(token_ids, {}, {})
 
-    def media_limits(self) -> dict[str, MediaLimit]:
+    def media_limits(self, options: Mapping[str, Any]) -> dict[str, MediaLimit]:
         """Every image is as large, and the tower takes the same for each."""
         largest = f"{self._size} x {self._size} pixels after resizing"
         return {"image": MediaLimit(EMBEDDINGS, largest, self._activations, ("visual",))}

@@ -215,6 +215,6 @@ def test_the_tower_takes_no_more_memory_than_is_said(
         images = [{"pixel_values": pixels.clone()} for _ in range(2)]
         model.embed_media("image", images)
     measured = allocated.peak / (2 * 256) / dtype.itemsize
-    limit = QWenVLProcessor(config).media_limits()["image"]
+    limit = QWenVLProcessor(config).media_limits({})["image"]
     assert limit.num_embeddings == 256
     assert measured <= limit.activations <= 1.6 * measured
