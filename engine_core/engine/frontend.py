@@ -392,7 +392,7 @@ class Frontend:
             threads: ThreadPoolExecutor | None = None
             while True:
                 for prompt in itertools.islice(left, _AHEAD - len(begun)):
-                    if not _shows(prompt) or _names(prompt):  # a name means what came last
+                    if not shows_media(prompt) or _names(prompt):  # a name means what came last
                         begun.append(prompt)
                         continue
                     if threads is None:
@@ -410,7 +410,7 @@ class Frontend:
         """The same without holding up the event loop; see :meth:`MediaIntake.begin` for clients."""
         if not _takes_long(prompt) and not self.media.finds_names:
             return self.tokenize(prompt, cache_salts)
-        if _shows(prompt) or self.media.finds_names:
+        if shows_media(prompt) or self.media.finds_names:
             self._check_room()
         tokenized, shown = await asyncio.to_thread(
             self._begin, prompt, cache_salts, here=False, client=client
@@ -1000,7 +1000,8 @@ def find_max_length(model_config: ModelConfig) -> int:
     return longest if pooling is None else min(longest, pooling.max_length or longest)
 
 
-def _shows(prompt: Any) -> bool:
+def shows_media(prompt: Any) -> bool:
+    """Whether a prompt has pictures, videos or sounds beside its tokens."""
     return isinstance(prompt, Mapping) and bool(prompt.get("multi_modal_data"))
 
 
@@ -1016,7 +1017,7 @@ def _names(prompt: Any) -> bool:
 def _takes_long(prompt: Any) -> bool:
     """Whether a prompt is long text, or shows something."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    return _shows(prompt) or (isinstance(text, str) and len(text) > _LONG_TEXT)
+    return shows_media(prompt) or (isinstance(text, str) and len(text) > _LONG_TEXT)
 
 
 def _priority(value: Any) -> int:

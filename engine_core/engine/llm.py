@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from itertools import islice
 from typing import Any, Self
 
 import numpy as np
@@ -23,6 +24,7 @@ from engine_core.engine.frontend import (
     Prompt,
     TokenizedPrompt,
     TokensPrompt,
+    shows_media,
 )
 from engine_core.engine.interrupts import held_interrupt
 from engine_core.engine.pooled import (
@@ -170,7 +172,8 @@ class LLM:
 
         Raises:
             RequestError: a prompt cannot be served, or what is given with it is of another type;
-                names which. Nothing is run then.
+                names which. Nothing is run then, but for pictures, videos and sounds: these are
+                decoded and processed beside the first steps, unless priorities differ.
             EngineDeadError: the model failed, or was closed.
         """
         self.engine.core.check_alive()
@@ -180,14 +183,10 @@ class LLM:
         ids: list[str] = []
         try:
             with closing(self.engine.frontend.tokenize_each(every)) as tokenized:
-                for index, (param, number) in enumerate(zip(params, priorities, strict=True)):
-                    try:
-                        number = 0 if number is None else number
-                        prompt = next(tokenized)
-                        ids.append(self._add(prompt, param, streaming=False, priority=number))
-                    except RequestError as error:
-                        raise RequestError(f"prompt {index}: {error}") from error
-            return self._run(ids, progress)
+                coming = self._add_each(tokenized, params, priorities)
+                if len(set(priorities)) > 1 or not any(map(shows_media, every)):
+                    ids.extend(coming)
+                return self._run(ids, coming, len(every), progress=progress)
         except BaseException:
             for request_id in ids:
                 self._drop(request_id)
@@ -321,7 +320,7 @@ class LLM:
             request_id = self.engine.add_pooled(prompts, params, priority=priority)
             self._inboxes[request_id] = deque()
         try:
-            (output,) = self._run([request_id], progress=False)
+            (output,) = self._run([request_id], iter(()), 1, progress=False)
         except BaseException:
             self._drop(request_id)
             raise
@@ -464,6 +463,23 @@ class LLM:
             self._inboxes[request_id] = deque()
         return request_id
 
+    def _add_each(
+        self,
+        prompts: Iterator[TokenizedPrompt],
+        params: Sequence[SamplingParams | None],
+        priorities: Sequence[int | None],
+    ) -> Iterator[str]:
+        """Queue prompt after prompt, each when it is asked for; gives their ids."""
+        for index, (param, priority) in enumerate(zip(params, priorities, strict=True)):
+            try:
+                prompt = next(prompts)
+                request_id = self._add(
+                    prompt, param, streaming=False, priority=0 if priority is None else priority
+                )
+            except RequestError as error:
+                raise RequestError(f"prompt {index}: {error}") from error
+            yield request_id
+
     def _drop(self, request_id: str) -> None:
         self._dropped.append(request_id)
         # The garbage collector may drop a stream anywhere, amid this thread's own step too.
@@ -516,11 +532,35 @@ class LLM:
             self._finished -= ended
         return ended
 
-    def _run(self, ids: Sequence[str], progress: bool) -> list[RequestOutput]:
+    def _has_prompts_ahead(self) -> bool:
+        with self._entered():
+            return self.engine.core.scheduler.has_prompts_ahead
+
+    def _run(
+        self,
+        ids: list[str],
+        coming: Iterator[str],
+        total: int,
+        *,
+        progress: bool,
+    ) -> list[RequestOutput]:
+        """The outputs of ``ids`` and of the requests, of ``total`` in all, that ``coming`` queues.
+
+        Before each step as many are queued as can be of any use to it: by the state of the
+        scheduler and not by the clock, so that equal runs have equal steps.
+        """
         waiting = set(ids)
+        more = True
         # Making a bar takes longer than the rest of what a call does besides its steps.
-        with _progress_bar(len(ids)) if progress else nullcontext() as count:
-            while waiting:
+        with _progress_bar(total) if progress else nullcontext() as count:
+            while True:
+                while more and not (waiting and self._has_prompts_ahead()):
+                    new = [*islice(coming, 1)]
+                    ids += new
+                    waiting.update(new)
+                    more = bool(new)
+                if not waiting:
+                    break
                 ended = self._step(waiting)
                 waiting -= ended
                 if count is not None:

@@ -333,6 +333,16 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def has_prompts_ahead(self) -> bool:
+        """Whether those that wait have the tokens of a whole step, so that it needs no others."""
+        tokens = 0
+        for sequence in self._waiting:
+            tokens += len(sequence.token_ids)
+            if tokens >= self.config.max_num_batched_tokens:
+                return True
+        return False
+
+    @property
     def num_running(self) -> int:
         """Sequences with a row."""
         return len(self._running)

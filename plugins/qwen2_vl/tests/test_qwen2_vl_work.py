@@ -435,6 +435,45 @@ def test_tokens_are_the_same_by_every_way(ranks: int) -> None:
     assert offline(ranks) == [*expected, turned]
 
 
+def test_pictures_are_prepared_beside_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = 0
+    at_steps: list[int] = []
+    process = Qwen2VLProcessor.process_media
+
+    def counted(self: Any, ids: Any, media: Any, options: Any) -> Any:
+        nonlocal prepared
+        made = process(self, ids, media, options)
+        prepared += bool(media)
+        return made
+
+    monkeypatch.setattr(Qwen2VLProcessor, "process_media", counted)
+    prompts = [shown(np.roll(SMALL, shift, 1)) for shift in range(42)]
+    with LLM(str(FOLDER), CONFIG.replace(max_num_batched_tokens=64)) as llm:
+
+        def ask(given: Any, **more: Any) -> list[list[int]]:
+            nonlocal prepared
+            prepared = 0
+            at_steps.clear()
+            return [each.outputs[0].token_ids for each in llm.generate(given, GREEDY, **more)]
+
+        # Priorities are those of all prompts, so that all are known before the first step.
+        expected = ask(prompts, priority=[0] * 41 + [1])
+        looks = lambda module, inputs: at_steps.append(prepared)  # noqa: E731
+        llm.apply_model(lambda model: model.model.register_forward_pre_hook(looks))
+        assert ask(prompts, priority=[0] * 41 + [1]) == expected
+        assert at_steps[0] == 42
+        assert ask(prompts) == expected
+        # A step is filled by 8 prompts, and 16 more are prepared ahead.
+        assert 8 <= at_steps[0] <= 8 + 16 < 42 == at_steps[-1]
+        # What cannot be taken is told when it is there, and nothing of the others is kept.
+        bad = [*prompts[:40], shown(SMALL[:, :0])]
+        with pytest.raises(RequestError, match=r"^prompt 40: multi_modal_data.image.0: an"):
+            llm.generate(bad, GREEDY)
+        assert at_steps
+        assert not llm.engine.has_unfinished
+        assert ask(prompts) == expected
+
+
 def shared_in(pid: int) -> int:
     """Open files of shared memory in the process and its children."""
     family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
