@@ -355,13 +355,14 @@ class StepResult:
         step_id: as in :class:`StepPlan`.
         rows: one for each row of the plan.
         encode_seconds: those that its pictures, videos and sounds took on the device.
-        media_parts: by kind, in how many parts the model computes an item that the step has begun.
+        media_parts: by kind and number of embeddings, in how many parts the model computes an item
+            of which the step computed a part.
     """
 
     step_id: int
     rows: Sequence[RowResult]
     encode_seconds: float = 0.0
-    media_parts: Mapping[str, int] = field(default_factory=dict)
+    media_parts: Mapping[tuple[str, int], int] = field(default_factory=dict)
 
 
 class TokenUpdate(NamedTuple):

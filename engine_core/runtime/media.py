@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +22,18 @@ if TYPE_CHECKING:
     from engine_core.inputs import MediaItem
 
 
+@dataclass(slots=True)
+class _Begun:
+    """An item that is computed in parts: those left, the share that is done, and how many in all.
+
+    Their number is 0 before there was one.
+    """
+
+    left: Generator[float, None, list[Tensor]]
+    done: float = 0.0
+    parts: int = 0
+
+
 class MediaEmbeddings:
     """Makes the embeddings of items, and keeps them in one tensor, by slot.
 
@@ -29,7 +42,7 @@ class MediaEmbeddings:
     Attributes:
         table: ``[capacity, H]``.
         graphs: of the encoder; None for none.
-        parts: by kind, in how many parts the model computes an item, of what was begun of late.
+        parts: of what the last step computed, as of :class:`StepResult`.
     """
 
     def __init__(self, forward: ForwardPass, capacity: int, device: torch.device) -> None:
@@ -38,13 +51,13 @@ class MediaEmbeddings:
         like = forward.embed_tokens(none)
         self.table = like.new_empty(capacity, like.shape[-1])
         self.graphs: MediaGraphs | None = None
-        self.parts: dict[str, int] = {}
+        self.parts: dict[tuple[str, int], int] = {}
         self._forward = forward
         self._device = device
         self._free = np.arange(capacity)
         self._rows: dict[int, IntArray] = {}
-        # Items that are computed in parts, and the share of their work that is done.
-        self._begun: dict[int, tuple[Generator[float, None, list[Tensor]], float]] = {}
+        # Items that are computed in parts.
+        self._begun: dict[int, _Begun] = {}
 
     def drop(self, slots: Iterable[int]) -> None:
         """Forget the embeddings in some slots."""
@@ -62,6 +75,7 @@ class MediaEmbeddings:
         Raises:
             ModelError: the model gives another number of embeddings than an item has positions.
         """
+        self.parts = {}
         whole: dict[str, dict[int, MediaItem]] = {}
         for work, item in planned:
             if work.begin == 0 and work.end == work.size:
@@ -81,19 +95,19 @@ class MediaEmbeddings:
     def _go_on(self, work: MediaWork, item: MediaItem) -> None:
         """Compute at least the share of an item that a plan wants."""
         if work.begin == 0:
-            parts = self._forward.embed_media_parts(item.kind, [self._sent(_features(item))])
-            self._begun[work.slot] = parts, 0.0
-        parts, done = self._begun[work.slot]
+            left = self._forward.embed_media_parts(item.kind, [self._sent(_features(item))])
+            self._begun[work.slot] = _Begun(left)
+        begun = self._begun[work.slot]
         try:
-            while work.end == work.size or done < work.end / work.size:
-                before, done = done, next(parts)
-                if before == 0.0 < done:
-                    self.parts[item.kind] = max(1, round(1 / done))
+            while work.end == work.size or begun.done < work.end / work.size:
+                begun.done = next(begun.left)
+                if not begun.parts and begun.done > 0:
+                    begun.parts = max(1, round(1 / begun.done))
         except StopIteration as end:
             del self._begun[work.slot]
             self._keep(work.slot, item, end.value[0])
-        else:
-            self._begun[work.slot] = parts, done
+        if begun.parts:
+            self.parts[item.kind, work.size] = begun.parts
 
     def _sent(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """An item's features, on the device but for integers, which say shapes: nobody waits."""

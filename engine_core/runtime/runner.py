@@ -462,7 +462,7 @@ class ModelRunner:
         result = _Results(plan)
         result.encoding, self._encoding = self._encoding, None
         if self._media is not None and plan.media_work:
-            result.media_parts = dict(self._media.parts)
+            result.media_parts = self._media.parts
         for turn, outputs in enumerate(turns):
             if self._pooler is not None:
                 self._pool(result, outputs)
@@ -618,7 +618,7 @@ class _Results:
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
         self.encoding: _Clock | None = None
-        self.media_parts: Mapping[str, int] = {}
+        self.media_parts: Mapping[tuple[str, int], int] = {}
         self.places: Sequence[int] = range(len(plan.rows))
         self.tokens: Tensor | None = None
         self.status: Tensor | None = None

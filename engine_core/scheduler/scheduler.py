@@ -49,6 +49,8 @@ _GROWING = 8
 # Parts in which a model is taken to compute a picture before it says so: fewer than most have
 # layers, since of a part that is smaller than the model's own nothing may be left to compute.
 _USUAL_PARTS = 16
+# Sizes of a kind whose number of parts is remembered.
+_SIZES_KNOWN = 64
 _rank = attrgetter("rank")
 _num_scheduled = attrgetter("num_scheduled")
 _new = tuple.__new__
@@ -264,7 +266,7 @@ class Scheduler:
             Tokens beside an item are as many as one of these has, so that the padding has its time
             too. Empty for no padding.
         media_in_parts: whether the model computes an item in parts; else all of it in one step. How
-            many there are is learned from results.
+            many there are is learned from results, by kind and size.
         prefix_cache_queries: tokens looked up in the prefix cache when sequences got their first
             row.
         prefix_cache_hits: how many of them were found there.
@@ -287,7 +289,8 @@ class Scheduler:
         self.media_cost: abc.Callable[[int, int, int], float | None] | None = None
         self.prompt_sizes: abc.Sequence[int] = ()
         self.media_in_parts = False
-        self._media_parts: dict[str, int] = {}  # by kind
+        # By kind, and number of embeddings, those that came last at the end.
+        self._media_parts: dict[str, dict[int, int]] = {}
         # How many tokens of prompts take as long as what a part took beyond its share.
         self._media_owed = 0.0
         self._key_size = cache.block_size
@@ -478,7 +481,8 @@ class Scheduler:
             f"step {plan.step_id} has {len(plan.rows)} rows, its result {len(result.rows)}"
         )
         self._completed_step = plan.step_id
-        self._media_parts.update(result.media_parts)
+        for (kind, size), parts in result.media_parts.items():
+            self._take_media_parts(kind, size, parts)
         updates: list[TokenUpdate] = []
         columns = None
         rows: abc.Sequence[PlanRow] = plan.rows
@@ -1284,7 +1288,7 @@ class Scheduler:
         """
         size, parts = item.num_embeddings, 1
         if self.media_in_parts:
-            parts = min(size, self._media_parts.get(item.kind, _USUAL_PARTS))
+            parts = min(size, self._find_media_parts(item.kind, size))
         # Of a part that was begun before its number was known, the model has computed all.
         begun = min(-(-done * parts // size), parts - 1)
         # Rounded down, as a share that the model reaches with the last of its own parts.
@@ -1306,6 +1310,20 @@ class Scheduler:
         draft.owes = True
         self._media_owed = 0.0 if cost == math.inf else cost - share
         return ends[0]
+
+    def _take_media_parts(self, kind: str, size: int, parts: int) -> None:
+        known = self._media_parts.setdefault(kind, {})
+        known.pop(size, None)
+        known[size] = parts
+        if len(known) > _SIZES_KNOWN:
+            del known[next(iter(known))]
+
+    def _find_media_parts(self, kind: str, size: int) -> int:
+        """In how many parts the model computes an item, as it did the one nearest in size."""
+        known = self._media_parts.get(kind)
+        if not known:
+            return _USUAL_PARTS
+        return known.get(size) or known[min(known, key=lambda other: abs(other - size))]
 
     def _time_left(self, draft: _Draft) -> float:
         """How many tokens of prompts take as long as what a step has time for yet."""

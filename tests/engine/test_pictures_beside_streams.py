@@ -144,7 +144,7 @@ class Device:
             if len(plan.rows) >= STREAMS:
                 self.steps.append(step)
             rows = tuple(RowResult(r.sequence_id, (7,) if r.sample else ()) for r in plan.rows)
-            parts = {"image": LAYERS} if plan.media_work else {}
+            parts = {("image", EMBEDDINGS): LAYERS} if plan.media_work else {}
             for update in self._scheduler.update(StepResult(plan.step_id, rows, 0.0, parts)):
                 beside -= update.finish_reason is not None
 

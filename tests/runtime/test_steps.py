@@ -371,7 +371,7 @@ def test_a_plan_says_after_which_of_its_parts_a_model_stops(
         plan = StepPlan(step, (row,), () if step else added, media_work=work)
         result = run.submit(plan).result()
         assert model.computed == (stop if len(stops) > 1 else 0)  # else it was computed at once
-        assert result.media_parts == ({"image": parts} if len(stops) > 1 else {})
+        assert result.media_parts == ({("image", size): parts} if len(stops) > 1 else {})
         begin = end
     assert run._media is not None
     given = run._media.table[torch.from_numpy(run._media.rows(0))]

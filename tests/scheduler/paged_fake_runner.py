@@ -149,7 +149,7 @@ class FakeRunner:
         self.shown: dict[int, list[tuple[MediaWork, DeviceRow]]] = {}
         self.num_encoded = 0
         self.num_parts = 0
-        self.media_parts: dict[str, int] = {}  # that it says to have
+        self.media_parts: dict[tuple[str, int], int] = {}  # that it says to have
         self.flight: deque[tuple[StepPlan, list[DeviceRow]]] = deque()
         self.last_step = -1
         self.max_repeat_seen = 0

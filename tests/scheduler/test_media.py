@@ -210,7 +210,7 @@ def beside_pictures(
         name = str(number)
         sched.add(Sequence(name, prompt, sampling, arrival_time=0.0, max_model_len=64))
         if number == 0:
-            answer(sched, planned(sched), media_parts={"image": parts})
+            answer(sched, planned(sched), media_parts={("image", 12): parts})
     answer(sched, planned(sched))  # the tokens before the pictures
     work, tokens = [], []
     while sched.num_running > 1:
@@ -271,7 +271,7 @@ def test_behind_parts_that_take_longer_than_steps_should_others_go_on() -> None:
     decoding, shows = two(sched, 50, (picture(1, 13),))
     sched.media_cost = lambda size, begin, end: 22 * 4 * (end - begin) / size
     sched.add(decoding)
-    answer(sched, planned(sched), media_parts={"image": 4})
+    answer(sched, planned(sched), media_parts={("image", 12): 4})
     sched.add(shows)
     answer(sched, planned(sched))
     behind = ProcessedPrompt((2,) * 60)
@@ -295,7 +295,7 @@ def test_what_a_part_took_too_long_is_made_good_by_steps_without_pictures(busy: 
     decoding, shows = two(sched, 60, (picture(1, 13),))
     sched.media_cost = lambda size, begin, end: 60 * 4 * (end - begin) / size
     sched.add(decoding)
-    answer(sched, planned(sched), media_parts={"image": 4})
+    answer(sched, planned(sched), media_parts={("image", 12): 4})
     sched.add(shows)
     answer(sched, planned(sched))
     plan = planned(sched)
@@ -365,7 +365,7 @@ def test_pictures_with_long_parts_are_done_in_the_order_in_which_they_came(cost:
     decoding, _ = two(sched, 60, ())
     sched.media_cost = lambda size, begin, end: cost * 4 * (end - begin) / size
     sched.add(decoding)
-    answer(sched, planned(sched), media_parts={"image": 4})
+    answer(sched, planned(sched), media_parts={("image", 12): 4})
     done = []
     for step in range(48):
         for number in (step // 4, step // 4 + 1) if step % 8 == 0 else ():
@@ -405,9 +405,35 @@ def test_a_part_is_planned_whole_from_the_moment_that_the_model_says_how_many_th
     work = []
     for _ in range(2):
         plan = planned(sched)
-        answer(sched, plan, media_parts={"image": 2})
+        answer(sched, plan, media_parts={("image", 12): 2})
         work += [(each.begin, each.end) for each in plan.media_work]
     assert work == [(0, 2), (2, 32)]
+
+
+def test_items_of_a_kind_have_numbers_of_parts_of_their_own() -> None:
+    """As videos of InternVL, whose tower takes 32 frames at once: two come together, again."""
+    parts = {16: 4, 24: 12}
+    sched = scheduler(encoder_cache_tokens=99, max_num_batched_tokens=32, num_blocks=199)
+    decoding, _ = two(sched, 60, ())
+    sched.media_cost = lambda size, begin, end: 4 * parts[size] * (end - begin) / size
+    sched.add(decoding)
+    answer(sched, planned(sched))
+    for again in range(3):
+        for size in parts:
+            shows = ProcessedPrompt((1,) * 30, media=(picture(1, 1 + size, bytes([again])),))
+            sampling = SamplingParams(max_tokens=1)
+            name = f"{again}.{size}"
+            sched.add(Sequence(name, shows, sampling, arrival_time=0.0, max_model_len=64))
+        while sched.num_running + sched.num_waiting > 1:
+            plan = planned(sched)
+            computed = {("image", work.size): parts[work.size] for work in plan.media_work}
+            answer(sched, plan, media_parts=computed)
+            if again:
+                # Whole parts, as many as there is time for, of what both were known to have.
+                ends = [(w.size, end) for w in plan.media_work for end in (w.begin, w.end)]
+                assert all(end * parts[size] % size == 0 for size, end in ends)
+                taken = sum(4 * parts[w.size] * (w.end - w.begin) / w.size for w in plan.media_work)
+                assert taken <= 10
 
 
 def test_of_what_nobody_knows_the_cost_a_step_has_one_part() -> None:

@@ -133,7 +133,13 @@ def workloads(draw: st.DrawFn, scarce: bool, pictures: bool = False) -> Workload
         )
         scheduler.media_in_parts = draw(st.booleans())
         scheduler.prompt_sizes = draw(st.sampled_from([(), (2, 5, 16, 64), (3, 8)]))
-        runner.media_parts = draw(st.sampled_from([{}, {"image": 1}, {"image": 3}]))
+        some_parts = [
+            {},
+            {("image", 12): 1},
+            {("image", 12): 3},
+            {("image", 2): 4, ("image", 7): 2},
+        ]
+        runner.media_parts = draw(st.sampled_from(some_parts))
     # As few rows are planned one by one unless they are told not to be.
     scheduler.lockstep_from = draw(st.sampled_from([1, 2, 3, 96]))
     # A server's budgets follow from what steps took, and from step to step it decides anew whether

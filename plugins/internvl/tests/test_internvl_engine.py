@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from engine_core import LLM, SamplingParams
+from engine_core import LLM, AsyncEngine, EngineConfig, SamplingParams
 from engine_core.testing.reference import prepare
 from engine_core.text.chat_template import render_chat_template
 from engine_core_internvl.conformance import CASES
@@ -23,6 +24,8 @@ from engine_core_internvl.templates import chat_template
 
 CHAT = GOLDEN / "internvl-chat-qwen2"
 CONTEXT, START, END = 3, 4, 5
+CLIP_MEAN = [[[0.48145466]], [[0.4578275]], [[0.40821073]]]
+CLIP_STD = [[[0.26862954]], [[0.26130258]], [[0.27577711]]]
 SIZE = 16
 
 
@@ -74,8 +77,11 @@ def test_pictures_are_as_in_transformers(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The golden checkpoint with a tokenizer of a token a character."""
-    folder = tmp_path_factory.mktemp("internvl") / "m"
-    shutil.copytree(CHAT, folder)
+    return with_tokenizer(CHAT, tmp_path_factory.mktemp("internvl") / "m")
+
+
+def with_tokenizer(golden: Path, folder: Path) -> Path:
+    shutil.copytree(golden, folder)
     special = {"<IMG_CONTEXT>": 300, "<img>": 301, "</img>": 302}
     special |= {"<|im_start|>": 303, "<|im_end|>": 304}
     names = {number: name for name, number in special.items()}
@@ -145,6 +151,71 @@ def test_a_video_is_its_frames_as_images_with_their_numbers(talking: Path) -> No
         (again,) = llm.generate(prompt, GREEDY)
     assert video.outputs[0].token_ids == other.outputs[0].token_ids
     assert video.outputs[0].token_ids == again.outputs[0].token_ids
+
+
+CLIPS = (40, 5, 66)  # frames; the tower takes 32 at once
+
+
+@pytest.mark.slow
+def test_videos_of_many_frames_are_as_in_transformers(tmp_path: Path) -> None:
+    """Which gives all frames to its tower at once; alone, and in parts beside streams."""
+    from transformers import InternVLForConditionalGeneration
+
+    folder = with_tokenizer(GOLDEN / "internvl-hf-qwen2", tmp_path / "m")
+    theirs: Any = InternVLForConditionalGeneration
+    model = theirs.from_pretrained(folder, dtype=torch.float32).eval()
+    videos = [picture(count, 56, 56) for count in CLIPS]
+    prompts: list[Any] = [
+        {"prompt": "a Frame1: <img></img>\nWhy?", "multi_modal_data": {"video": video}}
+        for video in videos
+    ]
+    config = {"kv_cache_memory": 2**25, "max_model_len": 2048, "dtype": "float32"}
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=320)
+    expected = []
+    with LLM(str(folder), max_num_batched_tokens=256, **config) as llm:
+        for prompt, video in zip(prompts, videos, strict=True):
+            (output,) = llm.generate(prompt, params)
+            labels = "".join(f"Frame{number}: #\n" for number in range(1, len(video) + 1))
+            assert output.prompt_token_ids == encoded(f"a {labels}Why?")
+            ids = torch.tensor([output.prompt_token_ids])
+            pixels = torch.from_numpy(video).permute(0, 3, 1, 2) / 255
+            pixels = (pixels - torch.tensor(CLIP_MEAN)) / torch.tensor(CLIP_STD)
+            with torch.inference_mode():
+                logits = model(input_ids=ids, pixel_values=pixels).logits[0, -1]
+                given = {"input_ids": ids, "pixel_values": pixels, "eos_token_id": None}
+                made = model.generate(**given, max_new_tokens=8, do_sample=False)
+            assert output.outputs[0].logprobs is not None
+            row = output.outputs[0].logprobs[0]
+            ours = torch.tensor([row[token].logprob for token in range(320)])
+            torch.testing.assert_close(ours, logits.log_softmax(-1), atol=1e-4, rtol=0)
+            expected.append(made[0, ids.shape[1] :].tolist())
+
+    async def answer(engine: AsyncEngine, prompt: Any, sampling: SamplingParams) -> list[int]:
+        async with await engine.add_request(prompt, sampling) as stream:
+            return [t async for out in stream for each in out.outputs for t in each.token_ids]
+
+    async def scene() -> None:
+        settings = EngineConfig(max_num_batched_tokens=64, mm_processor_cache_gb=0, **config)
+        engine = await AsyncEngine.start(str(folder), settings)
+        try:
+
+            async def stream() -> None:
+                while True:
+                    await answer(engine, "Why?", GREEDY.replace(max_tokens=1500))
+
+            engine.start_trace()
+            streaming = asyncio.create_task(stream())
+            answers = (answer(engine, prompt, GREEDY) for prompt in prompts)
+            assert await asyncio.gather(*answers) == expected
+            streaming.cancel()
+            trace = await engine.take_trace()
+            assert trace is not None
+            parts = [part for step in trace.steps for part in step.media]
+            assert len(parts) > 2 * len(CLIPS)
+        finally:
+            await engine.close()
+
+    asyncio.run(scene())
 
 
 def rendered(name: str, messages: list[dict[str, Any]], *, begins: bool = False) -> str:
