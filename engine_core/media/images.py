@@ -76,6 +76,9 @@ def _opaque(image: Any) -> Any:
     from PIL import Image, ImageOps
 
     upright = ImageOps.exif_transpose(image)
+    if upright.mode.startswith("I"):
+        # Grey in 16 bits, of which Pillow's own conversion would make 255 of all above that.
+        upright = Image.fromarray((np.asarray(upright) >> 8).clip(0, 255).astype(np.uint8))
     if upright.has_transparency_data:
         white = Image.new("RGBA", upright.size, "white")
         upright = Image.alpha_composite(white, upright.convert("RGBA"))

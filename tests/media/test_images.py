@@ -133,3 +133,10 @@ def test_parts_of_messages_are_marked_and_found() -> None:
     assert (parts[0].value, parts[1].value is PIXELS) == ("data:image/png;base64,aa", True)
     with pytest.raises(RequestError, match=r"messages\.0\.content\.0\.image_url: is"):
         split_media([{"role": "user", "content": [{"type": "image_url", "image_url": 5}]}])
+
+
+def test_grey_of_16_bits_has_its_shades() -> None:
+    grey = np.random.default_rng(0).integers(0, 256, (6, 9), np.uint8)
+    out = BytesIO()
+    Image.fromarray(grey.astype(np.uint16) * 257).save(out, "PNG")
+    assert (decode_image(out.getvalue()) == grey[..., None]).all()
