@@ -282,20 +282,20 @@ class Coding:
 
     Attributes:
         making: the operation, an epilogue of the linear before, with that ``taker``.
-        after: the linear.
+        after: the linear, or experts, which take none.
         taking: that one's epilogue.
     """
 
     making: Any
-    after: Linear
+    after: Declines
     taking: Quantized
     # Asked in every step of every layer: 7 us a question, and 0.5 to find the answer again.
     _answers: dict[Call, str | None] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def between(cls, making: Activated | AddNorm, after: Linear, then: Epilogue | None) -> Coding:
+    def between(cls, making: Activated | AddNorm, after: Declines, then: Epilogue | None) -> Coding:
         """Of an operation and the linear after it, which has an epilogue of its own."""
-        return cls(replace(making, taker=after), after, Quantized(then))
+        return cls(replace(making, taker=cast("Linear", after)), after, Quantized(then))
 
     def declined(self, call: Call) -> str | None:
         """The reason why the rows of such a call stay numbers; None if they are quantised."""
