@@ -227,7 +227,7 @@ def time_sampling(num_rows: int, vocab: int) -> None:
                 torch.full((num_rows, 8), -1, dtype=torch.int32, device="cuda"),
                 torch.zeros_like(rows),
                 None,
-                torch.rand(num_rows, vocab, device="cuda") < 0.01,
+                (torch.rand(num_rows, vocab, device="cuda") < 0.01).to(torch.uint8),
                 torch.zeros(num_rows, vocab, dtype=torch.int32, device="cuda"),
             )
         state = SamplingState(numbers, rows * 7, adjustments)

@@ -353,7 +353,7 @@ class DecodeGraphs(_Graphs):
                 ban_ids=zeros(8, dtype=torch.int32),
                 ban_ends=zeros(dtype=torch.int64),
                 bias=zeros(vocab, dtype=torch.float32) if biased else None,
-                prompt_mask=zeros(vocab, dtype=torch.bool) if penalised else None,
+                seen=zeros(vocab, dtype=torch.uint8) if penalised else None,
                 output_counts=zeros(vocab, dtype=torch.int32) if penalised else None,
             )
             choose(logits, adjustments)

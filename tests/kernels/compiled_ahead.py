@@ -26,6 +26,8 @@ from engine_core.kernels.norm import triton as norms
 from engine_core.kernels.rank_sum import RankMemory
 from engine_core.kernels.rank_sum import triton as rank_sums
 from engine_core.kernels.rotary_store import triton as rotary_stores
+from engine_core.kernels.sampling import Adjustments, SamplingState
+from engine_core.kernels.sampling import triton as sampling
 
 HOPPER = (9, 0)
 
@@ -47,7 +49,7 @@ def compile_launches() -> list[Any]:
     """From now on each launch only compiles; what it compiled is added to the list."""
     driver.set_active(AbsentGPU())
     rows = (row_codes.triton, norms, activations, rotary_stores)
-    for module in (kernels, groups, experts, experts.few, rank_sums, *rows):
+    for module in (kernels, groups, experts, experts.few, rank_sums, sampling, *rows):
         module.pdl_options = lambda device: {"PDL": True, "launch_pdl": True}
     run, found = JITFunction.run, []
 
@@ -139,6 +141,31 @@ def compile_row_codes(found: list[Any]) -> bool:
     return all(wide) and len(wide) == 4 and all(kernel.asm["cubin"] for kernel in found[begin:])
 
 
+def compile_sampling(found: list[Any]) -> bool:
+    """Whether all choices become machine code, of few and of many rows, adjusted and not.
+
+    Programs that read all logits exchange nothing before their end.
+    """
+    begin = len(found)
+    for rows, vocab, adjusted in ((1, 151936, False), (64, 128256, True), (1, 1, True)):
+        logits = torch.zeros(rows, vocab).bfloat16()
+        places = torch.zeros(rows, dtype=torch.int64)
+        adjustments = None
+        if adjusted:
+            whole = torch.zeros(rows, vocab, dtype=torch.int32)
+            few = torch.zeros(rows, 8, dtype=torch.int32)
+            adjustments = Adjustments(
+                places.int(), few, places, whole.float(), whole.to(torch.uint8), whole
+            )
+        numbers = torch.zeros(rows, 7, dtype=torch.float64)
+        state = SamplingState(numbers, places, adjustments)
+        sampling.sample_tokens(logits, places, places, places, state)
+    weighing = found[begin + 2], found[begin + 6]
+    return all(kernel.asm["cubin"] for kernel in found[begin:]) and all(
+        kernel.asm["ptx"].count("bar.sync") < 10 for kernel in weighing
+    )
+
+
 WAITS, LAUNCHES = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 
 
@@ -146,7 +173,8 @@ def main(names: list[str]) -> None:
     """Compile the products and the numbers of weights: block types, or bits such as "int4".
 
     "experts" are the kernels of a layer of experts for one token, "rank_sums" those of sums over
-    ranks, "row_codes" those of rows that are quantised where they are made.
+    ranks, "row_codes" those of rows that are quantised where they are made, "sampling" those that
+    choose tokens.
     """
     found = compile_launches()
     for name in names:
@@ -158,6 +186,9 @@ def main(names: list[str]) -> None:
             continue
         if name == "rank_sums":
             sys.stdout.write(f"{name} {compile_rank_sums(found)}\n")
+            continue
+        if name == "sampling":
+            sys.stdout.write(f"{name} {compile_sampling(found)}\n")
             continue
         dtype = torch.float16 if name == "Q5_1" else torch.bfloat16
         if name in FORMS:

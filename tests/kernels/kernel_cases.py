@@ -19,7 +19,7 @@ from engine_core.kernels.linear import reference as linear_reference
 from engine_core.kernels.norm import reference as norm_reference
 from engine_core.kernels.rotary import reference as rotary_reference
 from engine_core.kernels.rotary_store import reference as rotary_store_reference
-from engine_core.kernels.sampling import Adjustments, SamplingState
+from engine_core.kernels.sampling import GENERATED, PROMPTED, Adjustments, SamplingState
 from engine_core.kernels.sampling.philox import uniform
 from engine_core.kernels.segments import reference as segments_reference
 
@@ -716,7 +716,7 @@ class Sampling:
         if kinds & 2:
             repetition, frequency, presence = self.state.numbers[row, 4:].float().numpy()
             counts = adjustments.output_counts[row].numpy()
-            seen = adjustments.prompt_mask[row].numpy() | (counts > 0)
+            seen = adjustments.seen[row].numpy() > 0
             x[seen] = np.where(x[seen] > 0, x[seen] / repetition, x[seen] * repetition)
             x -= counts.astype(np.float32) * frequency
             x[counts > 0] -= presence
@@ -760,13 +760,15 @@ def make_sampling(
         bias = torch.randn(max_rows, vocab, generator=generator)
         bias[:, 5::7] = -torch.inf
         counts = torch.randint(-3, 3, (max_rows, vocab), generator=generator, dtype=torch.int32)
+        counts.clamp_(min=0)
+        prompted = torch.rand(max_rows, vocab, generator=generator) < 0.2
         adjustments = Adjustments(
             kinds=torch.randint(0, 8, (max_rows,), generator=generator, dtype=torch.int32),
             ban_ids=torch.randint(-1, vocab, (max_rows, 5), generator=generator).int(),
             ban_ends=torch.randint(0, 40, (max_rows,), generator=generator),
             bias=bias,
-            prompt_mask=torch.rand(max_rows, vocab, generator=generator) < 0.2,
-            output_counts=counts.clamp(min=0),
+            seen=(PROMPTED * prompted + GENERATED * (counts > 0)).to(torch.uint8),
+            output_counts=counts,
         )
     # The last row of the batch is that of padding.
     numbers[-1] = 0.0
@@ -802,6 +804,7 @@ def check_sampling(
     if batch.state.adjustments is not None:
         assert batch.state.adjustments.output_counts is not None
         counts = batch.state.adjustments.output_counts.clone()
+        seen = batch.state.adjustments.seen.clone()
     for place in live:
         row, token = int(batch.rows[place]), int(tokens[place])
         expected, clear = batch.expected(place)
@@ -813,10 +816,12 @@ def check_sampling(
         last_tokens[row] = token
         if counts is not None and int(batch.state.adjustments.kinds[row]) & 4:
             counts[row, token] += 1
+            seen[row, token] |= GENERATED
     assert torch.equal(ran.positions.cpu(), batch.positions + (batch.positions >= 0))
     assert torch.equal(ran.last_tokens.cpu()[:-1], last_tokens[:-1])
     if counts is not None:
         assert torch.equal(ran.state.adjustments.output_counts.cpu(), counts)
+        assert torch.equal(ran.state.adjustments.seen.cpu(), seen)
     return len(live), turned
 
 

@@ -138,13 +138,13 @@ def test_chosen_kernels(type_name: str, rows: int) -> None:
 
 @pytest.mark.slow
 def test_they_compile_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
-    """One of each way to keep codes and scales, of experts, of sums over ranks, and rows in codes.
+    """One of each way to keep codes and scales, experts, sums over ranks, rows in codes, sampling.
 
     By a child, for here kernels are interpreted.
     """
     pytest.importorskip("triton", reason="triton is not installed")
     script = Path(__file__).with_name("compiled_ahead.py")
-    names = ["int4", "Q5_1", "Q4_K", "Q6_K", "experts", "rank_sums", "row_codes"]
+    names = ["int4", "Q5_1", "Q4_K", "Q6_K", "experts", "rank_sums", "row_codes", "sampling"]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(

@@ -24,8 +24,9 @@ VOCABS = [1, 2, 7, 500, 1701]
 
 
 Op = Callable[..., tuple[Tensor, Tensor]]
-# "one by one": too much is kept to be gathered, so that a program goes through the whole row.
-WAYS = ["reference", "kernels", "one by one"]
+# "kernels": all that weighs something is gathered. "sampled": what lies between two bounds that a
+# sample gives. "one by one": more than can be, so that a program goes through the whole row.
+WAYS = ["reference", "kernels", "sampled", "one by one"]
 
 
 @pytest.fixture
@@ -35,11 +36,12 @@ def op(way: str, launch_device: str, monkeypatch: pytest.MonkeyPatch) -> Op:
         return sample_tokens
     from engine_core.kernels.sampling import triton
 
-    monkeypatch.setattr(triton, "_BLOCK", 512)
+    monkeypatch.setattr(triton, "_LANES", 64)
     monkeypatch.setattr(triton, "_CHUNK", 512)
-    monkeypatch.setattr(triton, "_WHOLE_CHUNK", 1024)
-    if way == "one by one":
-        monkeypatch.setattr(triton, "_MOST_CANDIDATES", 2)
+    monkeypatch.setattr(triton, "_SAMPLED", 2)
+    if way != "kernels":
+        most = {"sampled": 1000, "one by one": 2}[way]
+        monkeypatch.setattr(triton, "_MOST_CANDIDATES", most)
     return triton.sample_tokens
 
 
@@ -63,7 +65,7 @@ def test_the_tokens_are_those_of_the_definition(
     assert turned <= 0.01 * compared
 
 
-@pytest.mark.parametrize("way", WAYS[:2])
+@pytest.mark.parametrize("way", WAYS[:3])
 @pytest.mark.parametrize("adjusted", [False, True], ids=["plain", "adjusted"])
 def test_a_row_by_itself_chooses_the_same(op: Any, device: str, adjusted: bool) -> None:
     batch = make_sampling(7, 1500, torch.bfloat16, seed=3, adjusted=adjusted)
@@ -93,7 +95,7 @@ def test_the_random_numbers_are_those_of_philox(
 ) -> None:
     """Of equal logits the token's id tells 17 bits of the random number."""
     # So many are a long row for the interpreter in small blocks.
-    monkeypatch.setattr("engine_core.kernels.sampling.triton._BLOCK", 4096)
+    monkeypatch.setattr("engine_core.kernels.sampling.triton._LANES", 1024)
     batch = of_equal_logits(2, 2**17)
     drawn = uniform(batch.state.seeds, batch.positions + 1)
     tokens, _ = batch.on(device).run(op)
@@ -159,7 +161,7 @@ def test_what_means_nothing_has_a_status(op: Any, device: str) -> None:
         torch.full((8, 2), -1, dtype=torch.int32),
         torch.zeros(8, dtype=torch.int64),
         bias,
-        torch.zeros(8, 700, dtype=torch.bool),
+        torch.zeros(8, 700, dtype=torch.uint8),
         torch.zeros(8, 700, dtype=torch.int32),
     )
     greedy = batch.state.numbers.clone()

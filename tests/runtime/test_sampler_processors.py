@@ -321,14 +321,14 @@ def test_penalties_on_tensors_of_any_batch() -> None:
     logits = torch.randn(6, VOCAB, generator=generator) * 3
     prompts = torch.randint(0, VOCAB, (6, 5), generator=generator)
     outputs = torch.randint(0, VOCAB, (6, 40), generator=generator)
-    mask = torch.zeros(6, VOCAB, dtype=torch.bool).scatter_(1, prompts, True)
+    seen = torch.zeros(6, VOCAB, dtype=torch.uint8).scatter_(1, prompts, 1).scatter_(1, outputs, 2)
     counts = torch.zeros(6, VOCAB, dtype=torch.int32).scatter_add_(
         1, outputs, torch.ones_like(outputs, dtype=torch.int32)
     )
     repetition = torch.tensor([1.0, 1.5, 0.5, 2.0, 1.1, 1.0])
     frequency = torch.tensor([0.0, 0.5, -0.5, 2.0, 0.0, 0.1])
     presence = torch.tensor([0.0, -1.0, 0.5, 2.0, 0.3, 0.0])
-    got = apply_penalties(logits, mask, counts, repetition, frequency, presence)
+    got = apply_penalties(logits, seen, counts, repetition, frequency, presence)
     for row in range(6):
         ids = torch.cat([prompts[row], outputs[row]])[None]
         processor = RepetitionPenaltyLogitsProcessor(float(repetition[row]))

@@ -9,8 +9,10 @@ from engine_core.kernels.sampling import reference
 from engine_core.kernels.sampling.state import (
     BIASED,
     COUNTED,
+    GENERATED,
     NUMBERS,
     PENALISED,
+    PROMPTED,
     Adjustments,
     SamplingState,
 )
@@ -18,8 +20,10 @@ from engine_core.kernels.sampling.state import (
 __all__ = [
     "BIASED",
     "COUNTED",
+    "GENERATED",
     "NUMBERS",
     "PENALISED",
+    "PROMPTED",
     "Adjustments",
     "SamplingState",
     "sample_tokens",
@@ -102,9 +106,14 @@ def _check_adjustments(adjustments: Adjustments, max_rows: int, vocab: int) -> N
         "ban_ids": (adjustments.ban_ids, (max_rows, adjustments.ban_ids.shape[-1]), torch.int32),
         "ban_ends": (adjustments.ban_ends, (max_rows,), torch.int64),
         "bias": (adjustments.bias, whole, torch.float32),
-        "prompt_mask": (adjustments.prompt_mask, whole, torch.bool),
+        "seen": (adjustments.seen, whole, torch.uint8),
         "output_counts": (adjustments.output_counts, whole, torch.int32),
     }
+    if (adjustments.seen is None) != (adjustments.output_counts is None):
+        raise ValueError(
+            "sample_tokens: seen and output_counts go together, got only "
+            f"{'output_counts' if adjustments.seen is None else 'seen'}"
+        )
     for name, (tensor, shape, dtype) in wanted.items():
         if tensor is None:
             continue

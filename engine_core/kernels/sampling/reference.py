@@ -10,6 +10,7 @@ from engine_core.kernels.sampling.state import (
     BIASED,
     COUNTED,
     FIRST_PENALTY,
+    GENERATED,
     PENALISED,
     Adjustments,
     SamplingState,
@@ -53,8 +54,11 @@ def sample_tokens(
     last_tokens[rows] = tokens
     positions += live
     if state.adjustments is not None and state.adjustments.output_counts is not None:
+        assert state.adjustments.seen is not None, "goes with output_counts"
         counted = (live & (state.adjustments.kinds[rows] & COUNTED > 0)).nonzero().squeeze(-1)
-        state.adjustments.output_counts[rows[counted], tokens[counted]] += 1
+        at = rows[counted], tokens[counted]
+        state.adjustments.output_counts[at] += 1
+        state.adjustments.seen[at] |= GENERATED
     return tokens, status
 
 
@@ -78,12 +82,12 @@ def _adjust(
         assert adjustments.bias is not None, "rows are BIASED"
         logits[biased] += adjustments.bias[rows[biased]]
     if penalised.numel():
-        assert adjustments.prompt_mask is not None, "rows are PENALISED"
+        assert adjustments.seen is not None, "rows are PENALISED"
         assert adjustments.output_counts is not None, "rows are PENALISED"
         at = rows[penalised]
         logits[penalised] = apply_penalties(
             logits[penalised],
-            adjustments.prompt_mask[at],
+            adjustments.seen[at],
             adjustments.output_counts[at],
             *state.numbers[at, FIRST_PENALTY:].unbind(-1),
         )
@@ -95,7 +99,7 @@ def _adjust(
 
 def apply_penalties(
     logits: Tensor,
-    prompt_mask: Tensor,
+    seen: Tensor,
     output_counts: Tensor,
     repetition: Tensor,
     frequency: Tensor,
@@ -109,7 +113,7 @@ def apply_penalties(
 
     Args:
         logits: ``[S, V]`` float32.
-        prompt_mask: ``[S, V]`` bool, the tokens of the prompt.
+        seen: ``[S, V]`` integer, not 0 for the tokens of prompt and output.
         output_counts: ``[S, V]`` integer, how often each token was generated.
         repetition: ``[S]``, 1 for none.
         frequency: ``[S]``, 0 for none.
@@ -121,7 +125,7 @@ def apply_penalties(
     generated = output_counts > 0
     penalty = repetition.to(logits.dtype).unsqueeze(-1)
     repeated = torch.where(logits > 0, logits / penalty, logits * penalty)
-    logits = torch.where(prompt_mask | generated, repeated, logits)
+    logits = torch.where(seen > 0, repeated, logits)
     logits = logits - output_counts * frequency.to(logits.dtype).unsqueeze(-1)
     return logits - generated * presence.to(logits.dtype).unsqueeze(-1)
 

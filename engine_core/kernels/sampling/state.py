@@ -20,6 +20,8 @@ NUMBERS = (
 FIRST_PENALTY = NUMBERS.index("repetition_penalty")
 # Summands of Adjustments.kinds.
 BIASED, PENALISED, COUNTED = 1, 2, 4
+# Summands of Adjustments.seen.
+PROMPTED, GENERATED = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +35,18 @@ class Adjustments:
         ban_ids: ``[max_rows, K]`` int32, tokens that are banned for some time; -1 for none.
         ban_ends: ``[max_rows]`` int64, the first position whose token is not banned.
         bias: ``[max_rows, V]`` float32; None if no row is ``BIASED``.
-        prompt_mask: ``[max_rows, V]`` bool, the tokens of the prompt; None if no row is
-            ``PENALISED``.
+        seen: ``[max_rows, V]`` uint8, a sum of ``PROMPTED`` (the token is in the prompt) and
+            ``GENERATED`` (its count is not 0, and only then it is read); modified. None if no row
+            is ``PENALISED`` or ``COUNTED``.
         output_counts: ``[max_rows, V]`` int32, how often each token was generated; modified. None
-            if no row is ``PENALISED`` or ``COUNTED``.
+            where ``seen`` is.
     """
 
     kinds: Tensor
     ban_ids: Tensor
     ban_ends: Tensor
     bias: Tensor | None = None
-    prompt_mask: Tensor | None = None
+    seen: Tensor | None = None
     output_counts: Tensor | None = None
 
 

@@ -1,11 +1,14 @@
-"""Sampling on a GPU: four launches, three of them of many programs per row, and no sort.
+"""Sampling on a GPU: four launches, no sort, and at most two readings of each row.
 
-The first adjusts the logits, finds each row's largest and finishes the greedy rows. The second
-weighs: rows that no top-k or top-p restricts by block, the others above each of a few pivots. In
-the third the block that holds the drawn token finds it; or what lies above the highest pivot that
-leaves enough, usually a few hundred tokens, is gathered, and in the fourth one program per row
-narrows the bounds of the kept set to a single logit and draws. Weights are integers, whose sums do
-not depend on how they are parted.
+The first reads all logits, finds each row's largest and finishes the greedy rows. For a row with a
+top-k or a top-p the second guesses, from a sample of some thousand of its logits, two bounds
+between which the least kept logit lies. The third reads all logits again: it weighs those from the
+upper bound up by block, and gathers those between the bounds, usually some hundreds. In the fourth
+one program per row narrows the bounds to a single logit among those gathered, and draws: the block,
+then the token. A row that nothing restricts is all above its bounds.
+
+The guess decides how long it takes, not what is chosen: if it was wrong, the fourth goes through
+the whole row. Weights are integers, whose sums do not depend on how they are parted.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine_core.kernels.greedy.triton import load_best, store_best
+from engine_core.kernels.greedy.triton import load_best
 from engine_core.kernels.launch.triton import (
     arrival_counts,
     arrives_last,
@@ -31,19 +34,36 @@ from engine_core.kernels.sampling.reference import LEAST_TEMPERATURE, mass_bits
 if TYPE_CHECKING:
     from engine_core.kernels.sampling import SamplingState
 
-# Logits of a program.
-_BLOCK = 4096
-# Pivots of the second launch; each takes time for every logit of the blocks that reach it.
-_PIVOTS: tl.constexpr = tl.constexpr(8)
-# Most tokens that are gathered; above it the bounds are narrowed on all logits.
+# Threads of a program that reads all logits, and how often each of them reads four: one row of
+# 128,000 logits gives a program to each of 63 multiprocessors. Many rows are many times the
+# programs of a GPU, and fewer of them are done sooner.
+_LANES = 256
+_PARTS = 2
+_MANY_ROWS = 64
+_PARTS_OF_MANY = 8
+# The sample has one logit of this many, or of up to half as many, and at most so many.
+_SAMPLED = 40
+_MOST_SAMPLED = 16384
+# Steps of the search for the bounds in the sample; each halves what is between.
+_SAMPLE_STEPS: tl.constexpr = tl.constexpr(20)
+# The margin of the bounds: standard deviations, and sampled tokens that may be missing. One row of
+# a million misses 5 deviations; each deviation is a thousand tokens or less to gather.
+_DEVIATIONS: tl.constexpr = tl.constexpr(5.0)
+_MISSING: tl.constexpr = tl.constexpr(8.0)
+# Sampled tokens above the lower bound at least: few say nothing about the heaviest tokens.
+_FEWEST: tl.constexpr = tl.constexpr(16.0)
+# Most tokens that are gathered, and the logits that need no sample.
 _MOST_CANDIDATES = 16384
-# Logits that the narrowing program reads at once: of those gathered, which are few, or of all.
+# Logits that the narrowing program reads at once, of those gathered or of all, and its warps.
 _CHUNK = 1024
-_WHOLE_CHUNK = 4096
+_WHOLE_CHUNK = 1024
+_SETTLE_WARPS = 16
 # Low bits that are the same for all logits of a type once they are float32.
 _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 _LEAST_TEMPERATURE: tl.constexpr = tl.constexpr(LEAST_TEMPERATURE)
+# Of those that are not -inf.
+_LEAST_LOGIT: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
 
 # Kinds of choice for a row: already done, from all of its tokens, from a nucleus, or from the
 # top-k.
@@ -51,63 +71,64 @@ _DONE: tl.constexpr = tl.constexpr(0)
 _WHOLE: tl.constexpr = tl.constexpr(1)
 _NUCLEUS: tl.constexpr = tl.constexpr(2)
 _LIMITED: tl.constexpr = tl.constexpr(3)
-# Added to these where the logits are the adjusted ones.
-_ADJUSTED: tl.constexpr = tl.constexpr(4)
+# A mode is a kind, and above it how the logits are adjusted: BIASED, PENALISED, or banned.
+_KINDS: tl.constexpr = tl.constexpr(4)
+_BANNED: tl.constexpr = tl.constexpr(4)
+# Integers of ``_Found.sums`` for a row, and half as many as of ``_Found.sizes``: atomic additions
+# go to lines of memory of their own.
+_SUMS: tl.constexpr = tl.constexpr(16)
 
 
 class _Rows(NamedTuple):
-    """Inputs of all launches; see the public wrapper."""
+    """Inputs of all launches; see the public wrapper. ``kinds`` is None if nothing is adjusted."""
 
     logits: Any
     stride: Any
     vocab: Any
     rows: Any
     numbers: Any
+    kinds: Any
+    ban_ids: Any
+    ban_width: Any
+    bias: Any
+    seen: Any
+    counts: Any
 
 
 class _Chosen(NamedTuple):
-    """Where the choice of a row is stored, and counted if there are ``counts``."""
+    """Where the choice of a row is stored."""
 
     tokens: Any
     last_tokens: Any
-    kinds: Any
-    counts: Any
 
 
 class _Found(NamedTuple):
     """Results of a launch for those after it, for each row.
 
     Attributes:
-        modes: the kind of choice.
+        modes: the kind of choice, and how logits are adjusted.
         peaks: the largest logit.
         draws: the random number.
-        pivots: logits ``[_PIVOTS]``, above which the second launch weighs.
-        adjusted: the logits ``[V]`` of an adjusted row, float32; None if there are none.
-        best: the largest logit of each block.
-        masses: ``[_PIVOTS + 1, blocks]``, of a block's logits above each pivot, and of all.
-        above: ``[_PIVOTS, blocks]``, how many these are.
-        candidates: the logits that are gathered.
-        ids: their tokens.
-        sizes: how many there are; negative if none are gathered, but so many stay in question.
-        lows: the pivot above which these are.
-        low_masses: what they weigh.
-        totals: what all tokens weigh.
+        totals: about what all tokens of a nucleus row weigh, float32.
+        bounds: ``[3]`` float32: the lower and the upper bound of those that are gathered, and below
+            which logit none weighs anything.
+        sums: what all tokens of a nucleus row weigh, or how many of a top-k row are above the
+            bounds; and what those of a nucleus row that are above weigh.
+        sizes: how many tokens are between the bounds.
+        masses: what a block's tokens above the bounds weigh, but for those ``min_p`` excludes.
+        candidates: the tokens between the bounds in any order: the bits of the logit, then 32 bits
+            of the token.
     """
 
     modes: Any
     peaks: Any
     draws: Any
-    pivots: Any
-    adjusted: Any
-    best: Any
-    masses: Any
-    above: Any
-    candidates: Any
-    ids: Any
-    sizes: Any
-    lows: Any
-    low_masses: Any
     totals: Any
+    bounds: Any
+    sums: Any
+    sizes: Any
+    masses: Any
+    candidates: Any
 
 
 @triton.jit
@@ -149,6 +170,12 @@ def _value(key):
 
 
 @triton.jit
+def _middle(low, high):
+    """The middle of two keys."""
+    return (low >> 1) + (high >> 1) + (low & high & 1)
+
+
+@triton.jit
 def _steepness(numbers_ptr):
     """The reciprocal of a row's temperature, with which a row that is drawn weighs its logits."""
     temperature = tl.maximum(tl.load(numbers_ptr).to(tl.float32), _LEAST_TEMPERATURE)
@@ -181,32 +208,66 @@ def _limit(u, total):
 
 
 @triton.jit
-def _load_logits(rows, found, place, mode, cols, mask):
-    """Logits of one row as float32, -inf beyond ``mask``."""
-    logits_ptr = rows.logits + place * rows.stride
-    if found.adjusted is not None:
-        adjusted_ptr = found.adjusted + place * rows.vocab
-        if mode >= _ADJUSTED:
-            x = tl.load(adjusted_ptr + cols, mask=mask, other=float("-inf"))
-        else:
-            x = tl.load(logits_ptr + cols, mask=mask, other=float("-inf")).to(tl.float32)
-    else:
-        x = tl.load(logits_ptr + cols, mask=mask, other=float("-inf")).to(tl.float32)
+def _adjust(x, rows, row, mode, cols, mask):
+    """The logits ``x`` of one row after what its mode says: bias, penalties, bans."""
+    if rows.kinds is not None:
+        adjusted = mode // _KINDS
+        if adjusted > 0:
+            if rows.bias is not None:
+                is_biased = (adjusted & 1) != 0
+                if is_biased:
+                    x += tl.load(rows.bias + row * rows.vocab + cols, mask=mask, other=0.0)
+            if rows.seen is not None:
+                is_penalised = (adjusted & 2) != 0
+                if is_penalised:
+                    numbers_ptr = rows.numbers + row * 7
+                    repetition = tl.load(numbers_ptr + 4).to(tl.float32)
+                    frequency = tl.load(numbers_ptr + 5).to(tl.float32)
+                    presence = tl.load(numbers_ptr + 6).to(tl.float32)
+                    at = row * rows.vocab + cols
+                    seen = tl.load(rows.seen + at, mask=mask, other=0)
+                    # Few tokens were generated, and memory is read for those alone.
+                    generated = seen >= 2
+                    counts = tl.load(rows.counts + at, mask=generated, other=0)
+                    repeated = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
+                    x = tl.where(seen != 0, repeated, x)
+                    x -= counts.to(tl.float32) * frequency
+                    x = tl.where(generated, x - presence, x)
+            if (adjusted & _BANNED) != 0:
+                for index in range(rows.ban_width):
+                    banned = tl.load(rows.ban_ids + row * rows.ban_width + index)
+                    x = tl.where(cols == banned, float("-inf"), x)
     return x
 
 
 @triton.jit
-def _take(token, is_live, place, row, chosen, vocab):
+def _load_raw(rows, place, cols, end):
+    """The model's logits of one row, -inf from ``end`` on."""
+    logits_ptr = rows.logits + place * rows.stride
+    return tl.load(logits_ptr + cols, mask=cols < end, other=float("-inf"))
+
+
+@triton.jit
+def _load_logits(rows, place, row, mode, cols):
+    """Adjusted logits of one row as float32, -inf beyond the vocabulary."""
+    x = _load_raw(rows, place, cols, rows.vocab).to(tl.float32)
+    return _adjust(x, rows, row, mode, cols, cols < rows.vocab)
+
+
+@triton.jit
+def _take(token, is_live, place, row, chosen, rows):
     """Make ``token`` the row's one."""
     token = token.to(tl.int64)
     tl.store(chosen.tokens + place, token)
     tl.store(chosen.last_tokens + row, token)
     # Rows of padding share a row.
-    if chosen.counts is not None:
-        is_counted = is_live & ((tl.load(chosen.kinds + row) & 4) != 0)
-        count_ptr = chosen.counts + row * vocab + token
-        count = tl.load(count_ptr, mask=is_counted, other=0)
-        tl.store(count_ptr, count + 1, mask=is_counted)
+    if rows.counts is not None:
+        is_counted = is_live & ((tl.load(rows.kinds + row) & 4) != 0)
+        at = row * rows.vocab + token
+        count = tl.load(rows.counts + at, mask=is_counted, other=0)
+        tl.store(rows.counts + at, count + 1, mask=is_counted)
+        seen = tl.load(rows.seen + at, mask=is_counted, other=0)
+        tl.store(rows.seen + at, seen | 2, mask=is_counted)
 
 
 @triton.jit
@@ -215,19 +276,17 @@ def _peaks_kernel(
     chosen,
     found,
     status_ptr,
+    best_ptr,
     place_ptr,
     raw_best_ptr,
+    sum_ptr,
     arrivals_ptr,
     positions_ptr,
     seeds_ptr,
-    ban_ids_ptr,
     ban_ends_ptr,
-    bias_ptr,
-    prompt_mask_ptr,
-    ban_width,
-    farthest,
     num_blocks,
-    BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -240,90 +299,281 @@ def _peaks_kernel(
     position = tl.load(positions_ptr + place)
     live = position >= 0
     numbers_ptr = rows.numbers + row * 7
-    cols = block * BLOCK + tl.arange(0, BLOCK)
-    mask = cols < tl.where(live, vocab, 0)
-    x = tl.load(rows.logits + place * rows.stride + cols, mask=mask, other=float("-inf"))
-    x = x.to(tl.float32)
-    if found.adjusted is not None:
-        # A comparison loses NaN, infinity wins it.
-        raw_best = tl.max(tl.where(x == x, x, float("inf")), axis=0)
-        tl.store(raw_best_ptr + place * num_blocks + block, raw_best)
-        kinds = tl.load(chosen.kinds + row)
+    # In float64, for a temperature that float32 has no number for is not greedy.
+    is_random = live & (tl.load(numbers_ptr) > 0)
+    top_k = tl.load(numbers_ptr + 1)
+    is_limited = (top_k >= 1) & (top_k < vocab)
+    is_nucleus = (tl.load(numbers_ptr + 2) < 1) & (is_limited == 0)
+    is_summed = is_random & is_nucleus
+    mode = tl.where(is_limited, _LIMITED, tl.where(is_nucleus, _NUCLEUS, _WHOLE))
+    if rows.kinds is not None:
+        adjusted = tl.load(rows.kinds + row) & 3
         is_banned = position + 1 < tl.load(ban_ends_ptr + row)
-        is_adjusted = live & (((kinds & 3) != 0) | is_banned)
-        if is_adjusted:
-            if bias_ptr is not None:
-                biased = cols < tl.where((kinds & 1) != 0, vocab, 0)
-                x += tl.load(bias_ptr + row * vocab + cols, mask=biased, other=0.0)
-            if prompt_mask_ptr is not None:
-                is_penalised = (kinds & 2) != 0
-                if is_penalised:
-                    repetition = tl.load(numbers_ptr + 4).to(tl.float32)
-                    frequency = tl.load(numbers_ptr + 5).to(tl.float32)
-                    presence = tl.load(numbers_ptr + 6).to(tl.float32)
-                    counts = tl.load(chosen.counts + row * vocab + cols, mask=mask, other=0)
-                    seen = tl.load(prompt_mask_ptr + row * vocab + cols, mask=mask, other=0)
-                    repeated = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
-                    x = tl.where((seen != 0) | (counts > 0), repeated, x)
-                    x -= counts.to(tl.float32) * frequency
-                    x = tl.where(counts > 0, x - presence, x)
-            if is_banned:
-                for index in range(ban_width):
-                    banned = tl.load(ban_ids_ptr + row * ban_width + index)
-                    x = tl.where(cols == banned, float("-inf"), x)
-            tl.store(found.adjusted + place * vocab + cols, x, mask=mask)
-    best_ptr = found.best + place * num_blocks
-    place_ptr += place * num_blocks
-    store_best(x, cols, best_ptr + block, place_ptr + block, vocab)
+        mode += _KINDS * (adjusted + tl.where(is_banned, _BANNED, 0))
+    steepness = _steepness(numbers_ptr)
+    # For each lane: the largest, the first place that has it, and what the lane weighs beside it.
+    best = tl.full((PART,), float("-inf"), tl.float32)
+    first = block * (PART * PARTS) + tl.arange(0, PART)
+    raw_best = best
+    weight = tl.zeros((PART,), tl.float32)
+    size = tl.where(live, vocab, 0)
+    start = block * (PART * PARTS)
+    end = tl.minimum(start + PART * PARTS, size)
+    offsets = tl.arange(0, PART)
+    following = _load_raw(rows, place, start + offsets, end)
+    for part in range(PARTS):
+        cols = start + part * PART + offsets
+        x = following.to(tl.float32)
+        # The next are on their way meanwhile.
+        following = _load_raw(rows, place, cols + PART, end)
+        # A comparison loses NaN, infinity wins it.
+        x = tl.where(x == x, x, float("inf"))
+        if rows.kinds is not None:
+            raw_best = tl.maximum(raw_best, x)
+            x = _adjust(x, rows, row, tl.where(live, mode, 0), cols, cols < size)
+            x = tl.where(x == x, x, float("inf"))
+        is_more = x > best
+        if is_summed:
+            # One of the two has nothing to be multiplied with.
+            distance = tl.abs(x - tl.maximum(best, _LEAST_LOGIT))
+            distance = tl.where(best > float("-inf"), distance, float("inf"))
+            factor = tl.exp(-distance * steepness)
+            weight = tl.where(is_more, weight * factor + 1.0, weight + factor)
+        best = tl.where(is_more, x, best)
+        first = tl.where(is_more, cols, first)
+    here = place * num_blocks
+    peak = tl.max(best, axis=0)
+    tl.store(best_ptr + here + block, peak)
+    tl.store(place_ptr + here + block, tl.min(tl.where(best == peak, first, vocab), axis=0))
+    if rows.kinds is not None:
+        tl.store(raw_best_ptr + here + block, tl.max(raw_best, axis=0))
+    if is_summed:
+        # A block may have nothing but -inf.
+        share = _weights(best, tl.maximum(peak, _LEAST_LOGIT), steepness)
+        tl.store(sum_ptr + here + block, tl.sum(weight * share, axis=0))
     if arrives_last(arrivals_ptr + place, num_blocks):
-        peak, token = load_best(best_ptr, place_ptr, num_blocks, vocab, BLOCK_BLOCKS)
+        peak, token = load_best(best_ptr + here, place_ptr + here, num_blocks, vocab, BLOCK_BLOCKS)
+        blocks = tl.arange(0, BLOCK_BLOCKS)
+        some = blocks < num_blocks
         status = tl.where(tl.abs(peak) == float("inf"), 1, 0)
-        if found.adjusted is not None:
-            blocks = tl.arange(0, BLOCK_BLOCKS)
+        if rows.kinds is not None:
             raw_bests = tl.load(
-                raw_best_ptr + place * num_blocks + blocks,
-                mask=blocks < num_blocks,
-                other=float("-inf"),
-                cache_modifier=".cg",
+                raw_best_ptr + here + blocks, mask=some, other=float("-inf"), cache_modifier=".cg"
             )
             from_model = tl.abs(tl.max(raw_bests, axis=0)) != float("inf")
             status = tl.where(from_model, 2 * status, 1)
         status = tl.where(live, status, 0)
-        temperature = tl.load(numbers_ptr).to(tl.float32)
-        top_k = tl.load(numbers_ptr + 1)
-        top_p = tl.load(numbers_ptr + 2)
-        is_drawn = live & (status == 0) & (tl.load(numbers_ptr) > 0)
-        is_limited = (top_k >= 1) & (top_k < vocab)
-        mode = tl.where(is_limited, _LIMITED, tl.where(top_p < 1, _NUCLEUS, _WHOLE))
-        if found.adjusted is not None:
-            mode += tl.where(is_adjusted, _ADJUSTED, 0)
+        is_drawn = is_random & (status == 0)
         tl.store(found.modes + place, tl.where(is_drawn, mode, _DONE))
         tl.store(status_ptr + place, status.to(tl.int8))
         tl.store(positions_ptr + place, tl.where(live, position + 1, position))
         if is_drawn:
             tl.store(found.peaks + place, peak)
             tl.store(found.draws + place, _uniform(tl.load(seeds_ptr + row), position + 1))
-            # Distances to the peak, in units of the temperature; below the last nothing weighs
-            # anything. The top-k do not depend on a high temperature.
-            temperature = tl.maximum(temperature, _LEAST_TEMPERATURE)
-            unit = tl.where(is_limited, tl.minimum(temperature, 1.0), temperature)
-            index = tl.arange(0, _PIVOTS)
-            step = index.to(tl.float32)
-            distance = 0.5 + step + 0.15 * step * step
-            distance = tl.where(index == _PIVOTS - 1, farthest, distance)
-            tl.store(found.pivots + place * _PIVOTS + index, peak - unit * distance)
+            pair = tl.arange(0, 2)
+            tl.store(found.sums + place * _SUMS + pair, pair.to(tl.int64) * 0)
+            tl.store(found.sizes + place * 2 * _SUMS, 0)
+            # Of a row that nothing restricts all is above.
+            bounds_ptr = found.bounds + place * 3 + pair
+            tl.store(bounds_ptr, tl.zeros((2,), tl.float32) - float("inf"))
+            if is_nucleus:
+                bests = tl.load(
+                    best_ptr + here + blocks, mask=some, other=float("-inf"), cache_modifier=".cg"
+                )
+                sums = tl.load(sum_ptr + here + blocks, mask=some, other=0, cache_modifier=".cg")
+                total = tl.sum(sums * _weights(bests, peak, steepness), axis=0)
+                tl.store(found.totals + place, total)
         else:
-            _take(token, live, place, row, chosen, vocab)
+            _take(token, live, place, row, chosen, rows)
 
 
 @triton.jit
-def _masses_kernel(
+def _bounds_kernel(
     rows,
     found,
+    farthest,
+    most,
+    SAMPLE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    launch_dependents(PDL)
+    wait(PDL)
+    place = tl.program_id(0).to(tl.int64)
+    mode = tl.load(found.modes + place)
+    kind = mode % _KINDS
+    if kind >= _NUCLEUS:
+        vocab = rows.vocab
+        row = tl.load(rows.rows + place)
+        numbers_ptr = rows.numbers + row * 7
+        peak = tl.load(found.peaks + place)
+        steepness = _steepness(numbers_ptr)
+        temperature = tl.maximum(tl.load(numbers_ptr).to(tl.float32), _LEAST_TEMPERATURE)
+        # Nothing weighs anything that is farther from the peak.
+        floor = tl.maximum(peak - temperature * farthest, _LEAST_LOGIT)
+        lower = floor
+        upper = tl.full((), float("inf"), tl.float32)
+        if vocab > most:
+            index = tl.arange(0, SAMPLE)
+            cols = index.to(tl.int64) * vocab // SAMPLE
+            x = _load_logits(rows, place, row, mode, cols)
+            # In units of what one token of the sample stands for: how much is to be below the
+            # bounds, tokens or weight.
+            share = SAMPLE / vocab.to(tl.float32)
+            if kind == _LIMITED:
+                sizes = tl.full((SAMPLE,), 1.0, tl.float32)
+                below = (vocab - tl.load(numbers_ptr + 1).to(tl.float32)) * share
+            else:
+                sizes = _weights(x, peak, steepness)
+                left = 1.0 - tl.load(numbers_ptr + 2).to(tl.float32)
+                below = left * tl.load(found.totals + place) * share
+            # Below the lower bound there is surely less, below the upper one surely more.
+            is_upper = tl.arange(0, 2) == 1
+            low = tl.zeros((2,), tl.int32) + _key(floor)
+            end = _key(peak) + 1
+            high = tl.zeros((2,), tl.int32) + end
+            sure = high
+            for step in range(_SAMPLE_STEPS):
+                # By value, which is fast where logits are spread evenly, and by key, which is never
+                # slow.
+                pivot = _key(_value(low) * 0.5 + _value(high) * 0.5)
+                pivot = tl.where(step % 2 == 0, pivot, _middle(low, high))
+                pivot = tl.minimum(tl.maximum(pivot, low + 1), high - 1)
+                at = _value(pivot)
+                is_below = x[None, :] < at[:, None]
+                inside = tl.where(is_below, sizes[None, :], 0.0)
+                number = tl.sum(is_below.to(tl.float32), axis=1)
+                sum_ = tl.sum(inside, axis=1)
+                squares = tl.sum(inside * inside, axis=1)
+                variance = tl.maximum(squares - sum_ * sum_ / SAMPLE, 0.0)
+                each = tl.where(kind == _LIMITED, 1.0, _weights(at, peak, steepness))
+                margin = _DEVIATIONS * tl.sqrt(variance) + _MISSING * each
+                # A heavy token in the sample hides that there is more, far above where it is.
+                has_more = sum_ - margin >= below
+                sure = tl.where(has_more, tl.minimum(sure, pivot), sure)
+                is_higher = tl.where(
+                    is_upper,
+                    (has_more == 0) & (sum_ < 2.0 * below),
+                    (sum_ + margin <= below) & (number <= SAMPLE - _FEWEST),
+                )
+                low = tl.where(is_higher, pivot, low)
+                high = tl.where(is_higher, high, pivot)
+            lower = _value(tl.sum(tl.where(is_upper, 0, low), axis=0))
+            last = tl.sum(tl.where(is_upper, sure, 0), axis=0)
+            upper = tl.where(last < end, _value(last), upper)
+        bounds_ptr = found.bounds + place * 3
+        tl.store(bounds_ptr, lower)
+        tl.store(bounds_ptr + 1, upper)
+        tl.store(bounds_ptr + 2, floor)
+
+
+class _Bounds(NamedTuple):
+    """What the third launch does with the logits of a row.
+
+    Attributes:
+        lower: from which on they are gathered.
+        upper: below which they are gathered.
+        size_ptr: counts those that are.
+        candidates_ptr: where they go, ``most`` of them.
+        most: see there.
+        peak: the largest.
+        steepness: the reciprocal temperature.
+        one: the integer that stands for a weight of 1.
+        min_p: the least weight that can be drawn.
+    """
+
+    lower: Any
+    upper: Any
+    size_ptr: Any
+    candidates_ptr: Any
+    most: Any
+    peak: Any
+    steepness: Any
+    one: Any
+    min_p: Any
+
+
+@triton.jit
+def _weigh_lanes(x, cols, bounds, sums, KIND: tl.constexpr, HAS_ABOVE: tl.constexpr):
+    """Gather and weigh one logit for each thread; returns ``sums`` with them, as _weigh_block."""
+    measure, above_mass, drawable = sums
+    if KIND != _WHOLE:
+        between = x >= bounds.lower
+        if HAS_ABOVE:
+            above = x >= bounds.upper
+            between = between & (x < bounds.upper)
+            if KIND == _LIMITED:
+                measure += above.to(tl.int64)
+        # Few threads have any, and in any order.
+        sizes_ptr = bounds.size_ptr + tl.zeros_like(cols)
+        to = tl.atomic_add(sizes_ptr, 1, mask=between, sem="relaxed")
+        entry = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | cols.to(tl.int64)
+        tl.store(bounds.candidates_ptr + to, entry, mask=between & (to < bounds.most))
+    if HAS_ABOVE or KIND == _NUCLEUS:
+        weights = _weights(x, bounds.peak, bounds.steepness)
+        masses = _masses(weights, bounds.one)
+        if KIND == _NUCLEUS:
+            measure += masses
+        if HAS_ABOVE:
+            if KIND != _WHOLE:
+                masses = tl.where(above, masses, 0)
+            if KIND == _NUCLEUS:
+                above_mass += masses
+            drawable += tl.where(weights >= bounds.min_p, masses, 0)
+    return measure, above_mass, drawable
+
+
+@triton.jit
+def _weigh_block(
+    rows,
+    place,
+    row,
+    mode,
+    start,
+    bounds,
+    LANES: tl.constexpr,
+    PARTS: tl.constexpr,
+    KIND: tl.constexpr,
+    HAS_ABOVE: tl.constexpr,
+):
+    """Gather and weigh the logits of a block, four at a time for each thread.
+
+    Returns:
+        The mass of all for a nucleus, or the number above the bounds for a top-k; the mass above
+        them for a nucleus; and the mass above them that can be drawn.
+    """
+    lanes = tl.arange(0, LANES)
+    offsets = tl.arange(0, 4 * LANES)
+    zeros = tl.zeros((LANES,), tl.int64)
+    sums = (zeros, zeros, zeros)
+    end = tl.minimum(start + 4 * LANES * PARTS, rows.vocab)
+    following = _load_raw(rows, place, start + offsets, end)
+    for part in range(PARTS):
+        cols = start + part * 4 * LANES + offsets
+        x = following.to(tl.float32)
+        # The next are on their way meanwhile.
+        following = _load_raw(rows, place, cols + 4 * LANES, end)
+        x = _adjust(x, rows, row, mode, cols, cols < rows.vocab)
+        # So parted, all stays in the thread that loaded it.
+        even, odd = tl.split(tl.reshape(x, (2 * LANES, 2)))
+        x0, x2 = tl.split(tl.reshape(even, (LANES, 2)))
+        x1, x3 = tl.split(tl.reshape(odd, (LANES, 2)))
+        first = start + part * 4 * LANES + 4 * lanes
+        sums = _weigh_lanes(x0, first, bounds, sums, KIND, HAS_ABOVE)
+        sums = _weigh_lanes(x1, first + 1, bounds, sums, KIND, HAS_ABOVE)
+        sums = _weigh_lanes(x2, first + 2, bounds, sums, KIND, HAS_ABOVE)
+        sums = _weigh_lanes(x3, first + 3, bounds, sums, KIND, HAS_ABOVE)
+    return sums
+
+
+@triton.jit
+def _weigh_kernel(
+    rows,
+    found,
+    most,
     one,
     num_blocks,
-    BLOCK: tl.constexpr,
-    BLOCK_BLOCKS: tl.constexpr,
+    LANES: tl.constexpr,
+    PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     launch_dependents(PDL)
@@ -332,41 +582,55 @@ def _masses_kernel(
     block = tl.program_id(1)
     mode = tl.load(found.modes + place)
     if mode != _DONE:
-        numbers_ptr = rows.numbers + tl.load(rows.rows + place) * 7
-        steepness = _steepness(numbers_ptr)
-        cols = block * BLOCK + tl.arange(0, BLOCK)
-        mask = cols < rows.vocab
-        x = _load_logits(rows, found, place, mode, cols, mask)
-        weights = _weights(x, tl.load(found.peaks + place), steepness)
-        masses = _masses(weights, one)
-        kind = mode & 3
+        kind = mode % _KINDS
+        row = tl.load(rows.rows + place)
+        numbers_ptr = rows.numbers + row * 7
+        start = block * (4 * LANES * PARTS)
+        sums_ptr = found.sums + place * _SUMS
+        lower = tl.load(found.bounds + place * 3)
+        upper = tl.load(found.bounds + place * 3 + 1)
+        bounds = _Bounds(
+            lower,
+            upper,
+            found.sizes + place * 2 * _SUMS,
+            found.candidates + place * most,
+            most,
+            tl.load(found.peaks + place),
+            _steepness(numbers_ptr),
+            one,
+            tl.load(numbers_ptr + 3).to(tl.float32),
+        )
+        of = (rows, place, row, mode, start, bounds)
+        drawable = tl.zeros((LANES,), tl.int64)
         if kind == _WHOLE:
-            min_p = tl.load(numbers_ptr + 3).to(tl.float32)
-            masses = tl.where(weights >= min_p, masses, 0)
-        # The whole mass is kept behind those of the pivots.
-        at = place * (_PIVOTS + 1) * num_blocks + block
-        tl.store(found.masses + at + _PIVOTS * num_blocks, tl.sum(masses, axis=0))
-        if kind != _WHOLE:
-            best = tl.load(found.best + place * num_blocks + block)
-            for index in tl.static_range(_PIVOTS):
-                pivot = tl.load(found.pivots + place * _PIVOTS + index)
-                count = tl.zeros((), tl.int32)
-                mass = tl.zeros((), tl.int64)
-                # Most blocks have nothing above the first pivots.
-                if best >= pivot:
-                    above = (x >= pivot) & mask
-                    count = tl.sum(above.to(tl.int32), axis=0)
-                    mass = tl.sum(tl.where(above, masses, 0), axis=0)
-                to = place * _PIVOTS * num_blocks + index * num_blocks + block
-                tl.store(found.above + to, count)
-                tl.store(found.masses + at + index * num_blocks, mass)
+            _, _, drawable = _weigh_block(*of, LANES, PARTS, _WHOLE, True)
+        else:
+            measure = tl.zeros((LANES,), tl.int64)
+            above_mass = tl.zeros((LANES,), tl.int64)
+            if upper < float("inf"):
+                if kind == _NUCLEUS:
+                    measure, above_mass, drawable = _weigh_block(*of, LANES, PARTS, _NUCLEUS, True)
+                else:
+                    measure, above_mass, drawable = _weigh_block(*of, LANES, PARTS, _LIMITED, True)
+            else:
+                if kind == _NUCLEUS:
+                    measure, above_mass, drawable = _weigh_block(*of, LANES, PARTS, _NUCLEUS, False)
+                else:
+                    measure, above_mass, drawable = _weigh_block(*of, LANES, PARTS, _LIMITED, False)
+            tl.atomic_add(sums_ptr, tl.sum(measure, axis=0), sem="relaxed")
+            tl.atomic_add(sums_ptr + 1, tl.sum(above_mass, axis=0), sem="relaxed")
+        tl.store(found.masses + place * num_blocks + block, tl.sum(drawable, axis=0))
 
 
 class _Logits(NamedTuple):
     """The logits that the narrowing program reads: all of a row, or those that were gathered.
 
     Attributes:
-        gathered_ptr: None for all of the row that ``rows``, ``found``, ``place`` and ``mode`` name.
+        candidates: those gathered; None for all of the row that the next four name.
+        rows: the inputs.
+        place: in the step.
+        row: of the persistent batch.
+        mode: as in ``_Found``.
         size: how many there are.
         shift: unused low bits of their keys.
         peak: the largest.
@@ -374,10 +638,10 @@ class _Logits(NamedTuple):
         one: the integer that stands for a weight of 1.
     """
 
-    gathered_ptr: Any
+    candidates: Any
     rows: Any
-    found: Any
     place: Any
+    row: Any
     mode: Any
     size: Any
     shift: Any
@@ -386,77 +650,99 @@ class _Logits(NamedTuple):
     one: Any
 
 
+class _Bound(NamedTuple):
+    """A key, and what lies from it up.
+
+    Attributes:
+        key: the least key.
+        count: how many tokens.
+        mass: what they weigh.
+    """
+
+    key: Any
+    count: Any
+    mass: Any
+
+
 class _Kept(NamedTuple):
     """Which logits may be drawn.
 
     Attributes:
         low: a key that none of them is below.
         high: a key from which on all are kept.
-        between: how many logits there are from ``low`` up to ``high``.
-        room: how many of these are kept, in the order of their ids.
+        last: the last token that is kept of those from ``low`` up to ``high``.
         min_p: the least weight.
     """
 
     low: Any
     high: Any
-    between: Any
-    room: Any
+    last: Any
     min_p: Any
 
 
 @triton.jit
 def _load_chunk(logits, start, CHUNK: tl.constexpr):
-    """Keys and weights of ``CHUNK`` logits from ``start`` on, and which of them there are."""
-    cols = start + tl.arange(0, CHUNK)
-    mask = cols < logits.size
-    if logits.gathered_ptr is not None:
-        x = tl.load(logits.gathered_ptr + cols, mask=mask, other=float("-inf"))
+    """Keys, weights and tokens of ``CHUNK`` logits from ``start`` on, and which there are."""
+    ids = start + tl.arange(0, CHUNK)
+    mask = ids < logits.size
+    if logits.candidates is not None:
+        entries = tl.load(logits.candidates + ids, mask=mask, other=0)
+        x = (entries >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        ids = entries.to(tl.int32)
     else:
-        x = _load_logits(logits.rows, logits.found, logits.place, logits.mode, cols, mask)
-    return _key(x) >> logits.shift, _weights(x, logits.peak, logits.steepness), mask
+        x = _load_logits(logits.rows, logits.place, logits.row, logits.mode, ids)
+    return _key(x) >> logits.shift, _weights(x, logits.peak, logits.steepness), ids, mask
 
 
 @triton.jit
-def _narrow(
-    logits,
-    low,
-    low_count,
-    low_mass,
-    needed,
-    BY_MASS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+def _all_above(logits, low, above, CHUNK: tl.constexpr):
+    """The bound ``low``: those of ``logits`` from it up, and those ``above`` them."""
+    counts = tl.zeros((CHUNK,), tl.int32)
+    masses = tl.zeros((CHUNK,), tl.int64)
+    for start in range(0, logits.size, CHUNK):
+        keys, weights, _ids, mask = _load_chunk(logits, start, CHUNK)
+        inside = (keys >= low) & mask
+        counts += inside.to(tl.int32)
+        masses += tl.where(inside, _masses(weights, logits.one), 0)
+    return _Bound(low, above.count + tl.sum(counts, axis=0), above.mass + tl.sum(masses, axis=0))
+
+
+@triton.jit
+def _narrow(logits, low, above, needed, BY_MASS: tl.constexpr, CHUNK: tl.constexpr):
     """The bounds in which the least kept logit lies: keys from ``low`` to below ``high``.
 
     There are ``needed`` tokens, or there is a mass of it, from ``low`` up, and less than that from
-    ``high`` up. Between them lies one key, or one token, or what is just needed. Each bound comes
-    with its count and mass.
+    ``high`` up. Between them lies one key, or one token, or what is just needed.
+
+    Args:
+        logits: all that lie between the bounds that are given.
+        low: the lower one.
+        above: the upper one, and of what lies above it that which is not among ``logits``.
+        needed: a count or a mass.
     """
     shift = logits.shift
-    high = (_key(logits.peak) >> shift) + 1
-    high_count = tl.zeros_like(low_count)
-    high_mass = tl.zeros_like(low_mass)
-    spare = low_count - 1 if BY_MASS else low_count.to(tl.int64) - needed
+    low, low_count, low_mass = low.key, low.count, low.mass
+    high, high_count, high_mass = above.key, above.count, above.mass
+    spare = low_count - high_count - 1 if BY_MASS else low_count.to(tl.int64) - needed
     while (high > low + 1) & (spare > 0):
         # Three quarters of the way by value, which is fast where logits are spread evenly, and the
         # middle by key, which is never slow.
         index = tl.arange(0, 4)
         share = (index + 1).to(tl.float32) * 0.25
-        lowest = _value(low << shift)
         # The key of -inf may stand for NaN here.
-        lowest = tl.where(lowest > -3.0e38, lowest, -3.0e38)
+        lowest = tl.maximum(_value(low << shift), _LEAST_LOGIT)
         pivots = _key(lowest * (1.0 - share) + _value(high << shift) * share) >> shift
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        pivots = tl.where(index == 3, middle, pivots)
+        pivots = tl.where(index == 3, _middle(low, high), pivots)
         pivots = tl.minimum(tl.maximum(pivots, low + 1), high - 1)
-        count = tl.zeros((4,), tl.int32)
-        mass = tl.zeros((4,), tl.int64)
+        counts = tl.zeros((4, CHUNK), tl.int32)
+        masses = tl.zeros((4, CHUNK), tl.int64)
         for start in range(0, logits.size, CHUNK):
-            keys, weights, mask = _load_chunk(logits, start, CHUNK)
-            masses = _masses(weights, logits.one)
-            above = (keys[None, :] >= pivots[:, None]) & mask[None, :]
-            count += tl.sum(above.to(tl.int32), axis=1)
-            mass += tl.sum(tl.where(above, masses[None, :], 0), axis=1)
+            keys, weights, _ids, mask = _load_chunk(logits, start, CHUNK)
+            inside = (keys[None, :] >= pivots[:, None]) & mask[None, :]
+            counts += inside.to(tl.int32)
+            masses += tl.where(inside, _masses(weights, logits.one)[None, :], 0)
+        count = tl.sum(counts, axis=1) + above.count
+        mass = tl.sum(masses, axis=1) + above.mass
         enough = mass >= needed if BY_MASS else count >= needed
         low = tl.max(tl.where(enough, pivots, low), axis=0)
         low_count = tl.min(tl.where(enough, count, low_count), axis=0)
@@ -465,172 +751,127 @@ def _narrow(
         high_count = tl.max(tl.where(enough, high_count, count), axis=0)
         high_mass = tl.max(tl.where(enough, high_mass, mass), axis=0)
         spare = low_count - high_count - 1 if BY_MASS else low_count.to(tl.int64) - needed
-    return low, low_count, low_mass, high, high_count, high_mass
+    return _Bound(low, low_count, low_mass), _Bound(high, high_count, high_mass)
 
 
 @triton.jit
-def _settle(
-    logits,
-    kind,
-    low,
-    count,
-    mass,
-    total,
-    numbers_ptr,
-    u,
-    CHUNK: tl.constexpr,
-):
-    """The index of the drawn token among ``logits`` in the order of their ids.
+def _kept_masses(keys, weights, ids, mask, kept, one):
+    """Masses of tokens, 0 for those that are not kept."""
+    is_kept = (keys >= kept.high) | ((keys >= kept.low) & (ids <= kept.last))
+    return tl.where(is_kept & (weights >= kept.min_p) & mask, _masses(weights, one), 0)
+
+
+@triton.jit
+def _first(logits, kept, others, needed, last, BLOCK, BLOCKED: tl.constexpr, CHUNK: tl.constexpr):
+    """The first place up to which there is as much as ``needed``, and how much there is before it.
+
+    If ``BLOCKED``, places are blocks of tokens and it is the mass of those kept, to which
+    ``others`` are added by block. If not, they are tokens, and it is the number from ``kept.low``
+    up to ``kept.high``.
 
     Args:
-        logits: of the row's others none is kept.
+        last: the last place, up to which there is surely enough.
+    """
+    first = tl.zeros_like(last)
+    before = tl.zeros_like(needed)
+    index = tl.arange(0, 4)
+    while first < last:
+        pivots = first + (last - first) * (index + 1) // 5
+        sums = tl.zeros((4, CHUNK), tl.int64)
+        for start in range(0, logits.size, CHUNK):
+            keys, weights, ids, mask = _load_chunk(logits, start, CHUNK)
+            if BLOCKED:
+                sizes = _kept_masses(keys, weights, ids, mask, kept, logits.one)
+            else:
+                sizes = ((keys >= kept.low) & (keys < kept.high) & mask).to(tl.int64)
+            early = (ids // BLOCK)[None, :] <= pivots[:, None]
+            sums += tl.where(early, sizes[None, :], 0)
+        sum_ = tl.sum(sums, axis=1)
+        if BLOCKED:
+            blocks = tl.arange(0, others.shape[0])
+            are_early = blocks[None, :] <= pivots[:, None]
+            sum_ += tl.sum(tl.where(are_early, others[None, :], 0), axis=1)
+        enough = sum_ >= needed
+        last = tl.min(tl.where(enough, pivots, last), axis=0)
+        first = tl.max(tl.where(enough, first, pivots + 1), axis=0)
+        before = tl.max(tl.where(enough, before, sum_), axis=0)
+    return first, before
+
+
+@triton.jit
+def _keep(logits, kind, low, above, total, numbers_ptr, CHUNK: tl.constexpr):
+    """Which logits are kept: ``low``, ``high`` and ``last`` of :class:`_Kept`.
+
+    Args:
+        logits: those between the bounds that are given.
         kind: ``_NUCLEUS`` or ``_LIMITED``.
-        low: a key that none of the kept ones is below.
-        count: how many of the logits there are from ``low`` up.
-        mass: what these weigh.
-        total: what all of the row's tokens weigh.
+        low: the lower one.
+        above: the upper one, and of what lies above it that which is not among ``logits``.
+        total: what all of the row's tokens weigh, for a nucleus.
         numbers_ptr: the row's parameters.
-        u: the random number.
     """
     top_p = tl.load(numbers_ptr + 2)
-    high = low
-    between = tl.zeros_like(count)
+    key, count, mass = low.key, low.count, low.mass
+    # All from ``key`` up, until more is known.
+    end = key
     room = tl.zeros_like(count)
+    is_cut = room > 0
     if kind == _LIMITED:
-        top_k = tl.load(numbers_ptr + 1).to(tl.int64)
+        top_k = tl.load(numbers_ptr + 1).to(tl.int32)
         if count > top_k:
-            low, low_count, low_mass, high, high_count, high_mass = _narrow(
-                logits, low, count, mass, top_k, False, CHUNK
-            )
-            between = low_count - high_count
-            room = top_k.to(tl.int32) - high_count
-            count = top_k.to(tl.int32)
-            mass = low_mass
-            if room < between:
-                # All of them are equal.
-                mass = high_mass + room * ((low_mass - high_mass) // between)
+            at, high = _narrow(logits, low, above, top_k.to(tl.int64), False, CHUNK)
+            key, count, mass = at.key, at.count, at.mass
+            end = key
+            room = top_k - high.count
+            is_cut = room < count - high.count
+            if is_cut:
+                # Those between are equal.
+                each = (mass - high.mass) // (count - high.count)
+                end, count, mass = high.key, top_k, high.mass + room * each
         total = mass
     if top_p < 1:
         needed = _share(top_p, total)
-        low, low_count, low_mass, high, high_count, high_mass = _narrow(
-            logits, low, count, mass, needed, True, CHUNK
-        )
+        at, high = _narrow(logits, _Bound(key, count, mass), above, needed, True, CHUNK)
         # Those between are equal, or there is one. At the lower bound of the top-k not all that
         # are equal may have been counted, and then ``room`` is less than there are.
-        each = (low_mass - high_mass) // (low_count - high_count)
-        room = ((needed - high_mass + each - 1) // each).to(tl.int32)
-        between = room + 1
-    kept = _Kept(low, high, between, room, tl.load(numbers_ptr + 3).to(tl.float32))
-    weighed = tl.zeros_like(mass)
-    seen = tl.zeros_like(count)
-    for start in range(0, logits.size, CHUNK):
-        masses, seen = _kept_masses(logits, kept, start, seen, CHUNK)
-        weighed += tl.sum(masses, axis=0)
-    limit = _limit(u, weighed)
-    before = tl.zeros_like(mass)
-    seen = tl.zeros_like(count)
-    chosen = tl.zeros_like(count) + logits.size
-    for start in range(0, logits.size, CHUNK):
-        masses, seen = _kept_masses(logits, kept, start, seen, CHUNK)
-        beyond = before + tl.cumsum(masses, axis=0) > limit
-        first = tl.min(tl.where(beyond, start + tl.arange(0, CHUNK), logits.size), axis=0)
-        chosen = tl.minimum(chosen, first)
-        before += tl.sum(masses, axis=0)
-    return chosen
+        between = at.count - high.count
+        each = (at.mass - high.mass) // between
+        room = ((needed - high.mass + each - 1) // each).to(tl.int32)
+        key, end = at.key, high.key
+        is_cut = is_cut | (room < between)
+    last = tl.zeros_like(count) + logits.rows.vocab
+    if is_cut:
+        kept = _Kept(key, end, last, 0.0)
+        none = tl.zeros((1,), tl.int64)
+        last, _ = _first(logits, kept, none, room.to(tl.int64), last - 1, 1, False, CHUNK)
+    return key, end, last
 
 
 @triton.jit
-def _kept_masses(logits, kept, start, seen, CHUNK: tl.constexpr):
-    """Masses of a chunk, 0 for tokens not kept, and the number between the bounds so far."""
-    keys, weights, mask = _load_chunk(logits, start, CHUNK)
-    is_kept = (keys >= kept.low) & (weights >= kept.min_p) & mask
-    if kept.room < kept.between:
-        inside = ((keys >= kept.low) & (keys < kept.high) & mask).to(tl.int32)
-        ranks = seen + tl.cumsum(inside, axis=0)
-        is_kept = is_kept & ((keys >= kept.high) | (ranks <= kept.room))
-        seen += tl.sum(inside, axis=0)
-    return tl.where(is_kept, _masses(weights, logits.one), 0), seen
+def _draw(logits, kept, others, u, num_blocks, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """The token that is drawn.
 
-
-@triton.jit
-def _gather_kernel(
-    rows,
-    chosen,
-    found,
-    most,
-    one,
-    num_blocks,
-    BLOCK: tl.constexpr,
-    BLOCK_BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    launch_dependents(PDL)
-    wait(PDL)
-    place = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    mode = tl.load(found.modes + place)
-    if mode != _DONE:
-        row = tl.load(rows.rows + place)
-        numbers_ptr = rows.numbers + row * 7
-        kind = mode & 3
-        cols = block * BLOCK + tl.arange(0, BLOCK)
-        mask = cols < rows.vocab
-        blocks = tl.arange(0, BLOCK_BLOCKS)
-        some = blocks < num_blocks
-        masses_ptr = found.masses + place * (_PIVOTS + 1) * num_blocks
-        every = tl.load(masses_ptr + _PIVOTS * num_blocks + blocks, mask=some, other=0)
-        total = tl.sum(every, axis=0)
-        if kind == _WHOLE:
-            before = tl.sum(tl.where(blocks < block, every, 0), axis=0)
-            own = tl.sum(tl.where(blocks == block, every, 0), axis=0)
-            limit = _limit(tl.load(found.draws + place), total)
-            if (before <= limit) & (limit < before + own):
-                steepness = _steepness(numbers_ptr)
-                x = _load_logits(rows, found, place, mode, cols, mask)
-                weights = _weights(x, tl.load(found.peaks + place), steepness)
-                min_p = tl.load(numbers_ptr + 3).to(tl.float32)
-                masses = tl.where(weights >= min_p, _masses(weights, one), 0)
-                beyond = before + tl.cumsum(masses, axis=0) > limit
-                token = tl.min(tl.where(beyond, cols, rows.vocab - 1), axis=0)
-                _take(token, mode != _DONE, place, row, chosen, rows.vocab)
-        else:
-            index = tl.arange(0, _PIVOTS)
-            at = index[:, None] * num_blocks + blocks[None, :]
-            parts = tl.load(
-                found.above + place * _PIVOTS * num_blocks + at, mask=some[None, :], other=0
-            )
-            counts = tl.sum(parts, axis=1)
-            masses = tl.sum(tl.load(masses_ptr + at, mask=some[None, :], other=0), axis=1)
-            if kind == _LIMITED:
-                # A token of weight 0 is never drawn.
-                enough = (counts >= tl.load(numbers_ptr + 1)) | (masses == total)
-            else:
-                enough = masses >= _share(tl.load(numbers_ptr + 2), total)
-            pivot_index = tl.min(tl.where(enough, index, _PIVOTS), axis=0)
-            is_chosen = index == pivot_index
-            size = tl.sum(tl.where(is_chosen, counts, 0), axis=0)
-            is_gathered = (pivot_index < _PIVOTS) & (size <= most)
-            pivot = tl.load(found.pivots + place * _PIVOTS + tl.minimum(pivot_index, _PIVOTS - 1))
-            if is_gathered:
-                own = is_chosen[:, None] & (blocks[None, :] == block)
-                if tl.sum(tl.sum(tl.where(own, parts, 0), axis=1), axis=0) > 0:
-                    earlier = is_chosen[:, None] & (blocks[None, :] < block)
-                    offset = tl.sum(tl.sum(tl.where(earlier, parts, 0), axis=1), axis=0)
-                    x = _load_logits(rows, found, place, mode, cols, mask)
-                    above = (x >= pivot) & mask
-                    to = place * most + offset + tl.cumsum(above.to(tl.int32), axis=0) - 1
-                    tl.store(found.candidates + to, x, mask=above)
-                    tl.store(found.ids + to, cols, mask=above)
-            if block == 0:
-                # Rare: nothing is gathered of a flat distribution, or for thousands of top-k.
-                mass = tl.sum(tl.where(is_chosen, masses, 0), axis=0)
-                mass = tl.where(pivot_index == _PIVOTS, total, mass)
-                size = tl.where(pivot_index == _PIVOTS, rows.vocab, size)
-                pivot = tl.where(pivot_index == _PIVOTS, float("-inf"), pivot)
-                tl.store(found.sizes + place, tl.where(is_gathered, size, -size))
-                tl.store(found.lows + place, pivot)
-                tl.store(found.low_masses + place, mass)
-                tl.store(found.totals + place, total)
+    Args:
+        logits: all that are kept, but for ``others``.
+        kept: which of them are.
+        others: what kept tokens that are not among ``logits`` weigh, by block.
+        u: the random number.
+    """
+    sums = tl.zeros((CHUNK,), tl.int64)
+    for start in range(0, logits.size, CHUNK):
+        keys, weights, ids, mask = _load_chunk(logits, start, CHUNK)
+        sums += _kept_masses(keys, weights, ids, mask, kept, logits.one)
+    limit = _limit(u, tl.sum(sums, axis=0) + tl.sum(others, axis=0))
+    last = tl.zeros_like(logits.size) + num_blocks - 1
+    block, before = _first(logits, kept, others, limit + 1, last, BLOCK, True, CHUNK)
+    rows = logits.rows
+    cols = block * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < rows.vocab
+    x = _load_logits(rows, logits.place, logits.row, logits.mode, cols)
+    weights = _weights(x, logits.peak, logits.steepness)
+    masses = _kept_masses(_key(x) >> logits.shift, weights, cols, mask, kept, logits.one)
+    beyond = before + tl.cumsum(masses, axis=0) > limit
+    return tl.min(tl.where(beyond, cols, rows.vocab - 1), axis=0)
 
 
 @triton.jit
@@ -640,6 +881,9 @@ def _settle_kernel(
     found,
     most,
     one,
+    num_blocks,
+    BLOCK: tl.constexpr,
+    BLOCK_BLOCKS: tl.constexpr,
     CHUNK: tl.constexpr,
     WHOLE_CHUNK: tl.constexpr,
     UNUSED_BITS: tl.constexpr,
@@ -649,30 +893,74 @@ def _settle_kernel(
     wait(PDL)
     place = tl.program_id(0).to(tl.int64)
     mode = tl.load(found.modes + place)
-    kind = mode & 3
-    if kind >= _NUCLEUS:
+    if mode != _DONE:
+        kind = mode % _KINDS
         row = tl.load(rows.rows + place)
         numbers_ptr = rows.numbers + row * 7
-        shift = tl.where(mode >= _ADJUSTED, 0, UNUSED_BITS)
-        # Rounded up: between two logits of 16 bits the pivot stands for the upper one, as the count
-        # of those above it does.
-        low = (_key(tl.load(found.lows + place)) + (tl.full((), 1, tl.int32) << shift) - 1) >> shift
-        count = tl.load(found.sizes + place)
-        mass = tl.load(found.low_masses + place)
-        total = tl.load(found.totals + place)
+        shift = tl.where(mode >= _KINDS, 0, UNUSED_BITS)
         peak = tl.load(found.peaks + place)
         steepness = _steepness(numbers_ptr)
         u = tl.load(found.draws + place)
-        row_of = (rows, found, place, mode)
-        if count >= 0:
-            gathered_ptr = found.candidates + place * most
-            few = _Logits(gathered_ptr, *row_of, count, shift, peak, steepness, one)
-            index = _settle(few, kind, low, count, mass, total, numbers_ptr, u, CHUNK)
-            token = tl.load(found.ids + place * most + index)
+        sums_ptr = found.sums + place * _SUMS
+        # A nucleus needs no count above the bounds, and the top-k no mass.
+        total = tl.load(sums_ptr)
+        above_count = tl.where(kind == _LIMITED, total, 0).to(tl.int32)
+        above_mass = tl.load(sums_ptr + 1)
+        size = tl.load(found.sizes + place * 2 * _SUMS)
+        row_of = (rows, place, row, mode)
+        weigh = (shift, peak, steepness, one)
+        few = _Logits(found.candidates + place * most, *row_of, tl.minimum(size, most), *weigh)
+        blocks = tl.arange(0, BLOCK_BLOCKS)
+        weighed_blocks = num_blocks
+        # Everything is kept.
+        low_key = tl.full((), -(2**31), tl.int32)
+        high_key = low_key
+        last = tl.zeros_like(size) + rows.vocab
+        is_listed = size <= most
+        many = _Logits(None, *row_of, tl.zeros_like(size) + rows.vocab, *weigh)
+        if kind != _WHOLE:
+            bounds_ptr = found.bounds + place * 3
+            lower = tl.load(bounds_ptr)
+            upper = tl.load(bounds_ptr + 1)
+            floor = tl.load(bounds_ptr + 2)
+            weighed_blocks = tl.where(upper < float("inf"), num_blocks, 0)
+            # Rounded up: between two logits of 16 bits a bound stands for the upper one.
+            rest = (tl.full((), 1, tl.int32) << shift) - 1
+            end = (_key(peak) >> shift) + 1
+            if is_listed:
+                top_p = tl.load(numbers_ptr + 2)
+                upper_key = tl.minimum((_key(upper) + rest) >> shift, end)
+                above = _Bound(upper_key, above_count, above_mass)
+                low = _all_above(few, (_key(lower) + rest) >> shift, above, CHUNK)
+                if kind == _LIMITED:
+                    top_k = tl.load(numbers_ptr + 1)
+                    # Of those below the floor none can be drawn.
+                    is_listed = (low.count >= top_k) | (lower <= floor)
+                    is_listed = is_listed & (above_count < top_k)
+                    is_listed = is_listed & ((top_p >= 1) | (above_count == 0))
+                else:
+                    needed = _share(top_p, total)
+                    is_listed = (above_mass < needed) & (needed <= low.mass)
+                if is_listed:
+                    low_key, high_key, last = _keep(
+                        few, kind, low, above, total, numbers_ptr, CHUNK
+                    )
+            if is_listed == 0:
+                # Rare: as many equal logits as are not gathered, or an unlucky sample.
+                none_above = _Bound(end, tl.zeros_like(above_count), tl.zeros_like(above_mass))
+                all_above = _all_above(many, (_key(floor) + rest) >> shift, none_above, WHOLE_CHUNK)
+                low_key, high_key, last = _keep(
+                    many, kind, all_above, none_above, total, numbers_ptr, WHOLE_CHUNK
+                )
+        kept = _Kept(low_key, high_key, last, tl.load(numbers_ptr + 3).to(tl.float32))
+        if is_listed:
+            masses_ptr = found.masses + place * num_blocks
+            others = tl.load(masses_ptr + blocks, mask=blocks < weighed_blocks, other=0)
+            token = _draw(few, kept, others, u, num_blocks, BLOCK, CHUNK)
         else:
-            many = _Logits(None, *row_of, rows.vocab, shift, peak, steepness, one)
-            token = _settle(many, kind, low, -count, mass, total, numbers_ptr, u, WHOLE_CHUNK)
-        _take(token, mode != _DONE, place, row, chosen, rows.vocab)
+            nothing = tl.zeros((BLOCK_BLOCKS,), tl.int64)
+            token = _draw(many, kept, nothing, u, num_blocks, BLOCK, WHOLE_CHUNK)
+        _take(token, mode != _DONE, place, row, chosen, rows)
 
 
 def sample_tokens(
@@ -689,78 +977,93 @@ def sample_tokens(
     def scratch(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(num_rows, *shape, dtype=dtype, device=device)
 
-    blocks = triton.cdiv(vocab, _BLOCK)
     most = min(vocab, _MOST_CANDIDATES)
     bits = mass_bits(vocab)
+    one = 2.0**bits
     adjustments = state.adjustments
-    kinds = ban_ids = ban_ends = bias = prompt_mask = output_counts = None
+    kinds = ban_ids = ban_ends = bias = seen = output_counts = None
     if adjustments is not None:
         kinds, ban_ids, ban_ends = adjustments.kinds, adjustments.ban_ids, adjustments.ban_ends
-        bias, output_counts = adjustments.bias, adjustments.output_counts
-        if adjustments.prompt_mask is not None:
-            prompt_mask = adjustments.prompt_mask.view(torch.uint8)
-    given = _Rows(logits, logits.stride(0), vocab, rows, state.numbers)
-    chosen = _Chosen(tokens, last_tokens, kinds, output_counts)
+        bias, seen, output_counts = adjustments.bias, adjustments.seen, adjustments.output_counts
+    given = _Rows(
+        logits=logits,
+        stride=logits.stride(0),
+        vocab=vocab,
+        rows=rows,
+        numbers=state.numbers,
+        kinds=kinds,
+        ban_ids=ban_ids,
+        ban_width=0 if ban_ids is None else ban_ids.shape[1],
+        bias=bias,
+        seen=seen,
+        counts=output_counts,
+    )
+    chosen = _Chosen(tokens, last_tokens)
+    parts = _PARTS if num_rows < _MANY_ROWS else _PARTS_OF_MANY
+    block = 4 * _LANES * parts
+    blocks = triton.cdiv(vocab, block)
     found = _Found(
         modes=scratch(dtype=torch.int32),
         peaks=scratch(dtype=torch.float32),
         draws=scratch(dtype=torch.float64),
-        pivots=scratch(_PIVOTS.value, dtype=torch.float32),
-        adjusted=None if adjustments is None else scratch(vocab, dtype=torch.float32),
-        best=scratch(blocks, dtype=torch.float32),
-        masses=scratch(_PIVOTS.value + 1, blocks, dtype=torch.int64),
-        above=scratch(_PIVOTS.value, blocks, dtype=torch.int32),
-        candidates=scratch(most, dtype=torch.float32),
-        ids=scratch(most, dtype=torch.int32),
-        sizes=scratch(dtype=torch.int32),
-        lows=scratch(dtype=torch.float32),
-        low_masses=scratch(dtype=torch.int64),
-        totals=scratch(dtype=torch.int64),
+        totals=scratch(dtype=torch.float32),
+        bounds=scratch(3, dtype=torch.float32),
+        sums=scratch(_SUMS.value, dtype=torch.int64),
+        sizes=scratch(2 * _SUMS.value, dtype=torch.int32),
+        masses=scratch(blocks, dtype=torch.int64),
+        candidates=scratch(most, dtype=torch.int64),
     )
     common = {
         # The reference's penalties round each product.
         "enable_fp_fusion": False,
         **pdl_options(device),
     }
-    blocked = {
-        "num_blocks": blocks,
-        "BLOCK": _BLOCK,
-        "BLOCK_BLOCKS": triton.next_power_of_2(blocks),
-        "num_warps": 8,
-        **common,
-    }
-    grid = (num_rows, blocks)
-    _peaks_kernel[grid](
+    shape = {"PARTS": parts, "num_warps": _LANES // 32}
+    _peaks_kernel[(num_rows, blocks)](
         given,
         chosen,
         found,
         status,
+        scratch(blocks, dtype=torch.float32),
         scratch(blocks, dtype=torch.int32),
         None if adjustments is None else scratch(blocks, dtype=torch.float32),
+        scratch(blocks, dtype=torch.float32),
         arrival_counts(device, num_rows),
         positions,
         state.seeds,
-        ban_ids,
         ban_ends,
-        bias,
-        prompt_mask,
-        0 if ban_ids is None else ban_ids.shape[1],
-        farthest=bits * math.log(2) + 1,
-        **blocked,
+        blocks,
+        PART=4 * _LANES,
+        BLOCK_BLOCKS=triton.next_power_of_2(blocks),
+        **shape,
+        **common,
     )
-    one = 2.0**bits
-    _masses_kernel[grid](given, found, one, **blocked)
-    _gather_kernel[grid](given, chosen, found, most, one, **blocked)
+    sampled = min(triton.next_power_of_2(triton.cdiv(vocab, _SAMPLED)), _MOST_SAMPLED)
+    _bounds_kernel[(num_rows,)](
+        given,
+        found,
+        bits * math.log(2) + 1,
+        most,
+        SAMPLE=sampled,
+        num_warps=16,
+        **common,
+    )
+    _weigh_kernel[(num_rows, blocks)](
+        given, found, most, one, blocks, LANES=_LANES, **shape, **common
+    )
     _settle_kernel[(num_rows,)](
         given,
         chosen,
         found,
         most,
         one,
+        blocks,
+        BLOCK=block,
+        BLOCK_BLOCKS=triton.next_power_of_2(blocks),
         CHUNK=_CHUNK,
         WHOLE_CHUNK=_WHOLE_CHUNK,
         UNUSED_BITS=_UNUSED_BITS[logits.dtype],
-        num_warps=16,
+        num_warps=_SETTLE_WARPS,
         **common,
     )
     return tokens, status

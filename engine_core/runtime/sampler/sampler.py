@@ -17,8 +17,10 @@ from engine_core.errors import ErrorCode
 from engine_core.kernels.sampling import (
     BIASED,
     COUNTED,
+    GENERATED,
     NUMBERS,
     PENALISED,
+    PROMPTED,
     Adjustments,
     SamplingState,
     sample_tokens,
@@ -312,13 +314,13 @@ class Sampler:
                 own += self._adjustments.bias[row]
             if params.has_penalties:
                 assert self._adjustments is not None, "made at admission"
-                assert self._adjustments.prompt_mask is not None, "filled before"
+                assert self._adjustments.seen is not None, "filled before"
                 assert self._adjustments.output_counts is not None, "filled before"
                 at = slice(row, row + 1)
                 own.copy_(
                     apply_penalties(
                         own,
-                        self._adjustments.prompt_mask[at],
+                        self._adjustments.seen[at],
                         self._adjustments.output_counts[at],
                         *self._numbers[at, FIRST_PENALTY:].unbind(-1),
                     )
@@ -367,13 +369,14 @@ class Sampler:
         assert adjustments is not None, "made at admission"
         shape = (self._max_rows, vocab_size)
         if params.has_penalties:
-            mask, counts = adjustments.prompt_mask, adjustments.output_counts
-            if mask is None or counts is None:
-                mask = torch.zeros(shape, dtype=torch.bool, device=self._device)
+            seen, counts = adjustments.seen, adjustments.output_counts
+            if seen is None or counts is None:
+                seen = torch.zeros(shape, dtype=torch.uint8, device=self._device)
                 counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
-                adjustments = replace(adjustments, prompt_mask=mask, output_counts=counts)
-            mask[row].fill_(False).index_fill_(0, self._tensor(request.prompt), True)
+                adjustments = replace(adjustments, seen=seen, output_counts=counts)
+            seen[row].zero_().index_fill_(0, self._tensor(request.prompt), PROMPTED)
             output = self._tensor(request.output)
+            seen[row, output] |= GENERATED
             counts = counts[row].zero_()
             counts.index_put_((output,), counts.new_ones(()), accumulate=True)
         if request.biased:
