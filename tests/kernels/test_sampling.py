@@ -136,6 +136,44 @@ def test_what_lies_just_below_the_kept_set_is_not_in_it(
     assert set(tokens.tolist()) == {100, 101, 102}
 
 
+@pytest.mark.parametrize("way", ["sampled"])
+@pytest.mark.parametrize("deviation", [0.5, 4.0], ids=["even", "peaked"])
+def test_a_sample_bounds_the_least_kept_logit(
+    op: Any, device: str, deviation: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many are kept: no program goes through a whole row."""
+    from engine_core.kernels.sampling import triton
+
+    settle, gathered = triton._settle_kernel, []
+
+    class Settle:
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*args: Any, **options: Any) -> None:
+                gathered.append(args[2].sizes[:, 0].cpu())
+                settle[grid](*args, **options)
+
+            return launch
+
+    monkeypatch.setattr(triton, "_settle_kernel", Settle())
+    monkeypatch.setattr(triton, "_LANES", 512)
+    monkeypatch.setattr(triton, "_SAMPLED", 10)
+    monkeypatch.setattr(triton, "_MOST_CANDIDATES", 6000)
+    if device == "cpu":  # no range can be so long, and the compiler would say so ahead
+        monkeypatch.setattr(triton, "_WHOLE_CHUNK", 3)
+    batch = of_equal_logits(9, 20000)
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(batch.logits.shape, generator=generator) * deviation
+    numbers = batch.state.numbers
+    for row, top_p in enumerate((0.05, 0.3, 0.7, 0.95, 0.999)):
+        numbers[row, 2] = top_p
+    for row, top_k in enumerate((1, 40, 3000, 15000), start=5):
+        numbers[row, 1] = top_k
+    numbers[3, 3] = 0.02
+    _, turned = check_sampling(replace(batch, logits=logits.bfloat16()), op, device)
+    assert turned <= 1
+    assert gathered[0].max() <= 6000
+
+
 @pytest.mark.parametrize("way", WAYS[:2])
 def test_zeros_of_both_signs_are_equal(op: Any, device: str) -> None:
     batch = of_equal_logits(8, 600, top_k=100)
