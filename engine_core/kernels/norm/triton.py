@@ -211,6 +211,12 @@ def _launch(
         residual = residual.contiguous()
     parts, outer_rows, inner_rows, hidden_size = x.shape
     num_rows = outer_rows * inner_rows
+    strides, residual_strides = x.stride()[1:3], None if residual is None else residual.stride()[:2]
+    if outer_rows == 1:
+        # One kernel for any number of rows, without a division: Triton compiles others for 1, for
+        # multiples of 16 and for the rest.
+        inner_rows, strides = 1, (x.stride(2), 0)
+        residual_strides = None if residual is None else (residual.stride(1), 0)
     block_h = triton.next_power_of_2(hidden_size)
     # At least 2048 values per program: 16 bytes per thread and load in 4 warps of bfloat16, so that
     # per-head norms (H = 128) do not launch a program for every head. For fewer rows too: a row's
@@ -233,8 +239,8 @@ def _launch(
         num_rows,
         inner_rows,
         # A stride that is not used is always the same: kernels are compiled for multiples of 16.
-        (x.stride(0) if parts > 1 else 0, *x.stride()[1:3]),
-        None if residual is None else residual.stride()[:2],
+        (x.stride(0) if parts > 1 else 0, *strides),
+        residual_strides,
         num_chosen,
         eps,
         H=hidden_size,
