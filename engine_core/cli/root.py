@@ -27,6 +27,7 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 _COMMANDS = {
     **{name: (name, name) for name in ("generate", "chat", "serve", "bench")},
     "check-model": ("check_model", "check_model"),
+    "warm": ("warm", "warm"),
     "export": ("export", "export"),
     "plugins": ("plugins", "plugins"),
     "new-plugin": ("new_plugin", "new_plugin"),

@@ -136,6 +136,10 @@ class EngineConfig(FrozenConfig):
     """Store weights with fewer bits: int8 or int4, made at load; on a GPU also fp8, made at load;
     gguf, which keeps a GGUF file's blocks. That is the default for one on a CPU, and unpacked
     turns them into numbers. Packages may add names."""
+    compile_processes: Annotated[int | None, Field(ge=0), _Number] = None
+    """Processes that compile kernels beside a start on a GPU, unless all are kept from an earlier
+    one; as many as there are cores, at most 32, if not set. With 0 each is compiled where it is
+    first launched."""
     guided_compile_timeout: Annotated[float, Field(gt=0), _Number] = 10.0
     """Seconds that the trial of a guided text's grammar may take, in a process of its own."""
     seed: Annotated[int, Field(ge=0, lt=2**63), _Number] = 0

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 
 from engine_core.configs import EngineConfig, ModelConfig, PoolingParams, SamplingParams
 from engine_core.engine.arguments import check_model_and_config
+from engine_core.engine.beside import compile_beside
 from engine_core.engine.core import EngineCore
 from engine_core.engine.frontend import (
     Frontend,
@@ -50,13 +51,18 @@ class Engine(HasFrontend):
         model, self.config = check_model_and_config(model, config)
         opened = open_engine(model, self.config)
         self.model_config: ModelConfig = opened.source.model_config
-        with opened.phases.timed("tokenizer"):
-            checkpoint = opened.source.checkpoint
-            self.tokenizer: Tokenizer | None = choose_tokenizer(
-                self.config, lambda: checkpoint.tokenizer_folder, self.model_config
-            )
-        self.model_config = with_texts(self.model_config, self.tokenizer)
-        loaded = load(opened, self.tokenizer)
+        compiles = compile_beside(opened)
+        try:
+            with opened.phases.timed("tokenizer"):
+                checkpoint = opened.source.checkpoint
+                self.tokenizer: Tokenizer | None = choose_tokenizer(
+                    self.config, lambda: checkpoint.tokenizer_folder, self.model_config
+                )
+            self.model_config = with_texts(self.model_config, self.tokenizer)
+            loaded = load(opened, self.tokenizer, compiles=compiles)
+        except BaseException:
+            compiles.close()
+            raise
         self.startup: Mapping[str, float] = opened.phases
         self.max_model_len = loaded.cache_plan.max_model_len
         self.cache_plan = loaded.cache_plan

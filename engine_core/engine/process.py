@@ -466,12 +466,14 @@ def _serve(
     max_step_time: float | None,
     warm_up: bool,
 ) -> None:
+    from engine_core.engine.beside import compile_beside
     from engine_core.engine.core import EngineCore
     from engine_core.engine.pacing import Pacing
     from engine_core.engine.startup import load, open_engine
     from engine_core.runtime.step_batch import ROWS_BESIDE
 
     opened = open_engine(model, config)
+    compiles = compile_beside(opened)
     source = opened.source
     links.greet(
         Found(
@@ -487,7 +489,7 @@ def _serve(
             has_input_processor=source.has_input_processor,
         )
     )
-    loaded = load(opened)
+    loaded = load(opened, compiles=compiles)
     kind = source.device.type
     core = EngineCore(
         loaded,

@@ -25,6 +25,7 @@ from engine_core.kernels import compiled
 from engine_core.kernels.launch import gluon
 from engine_core.registry import Registry, build_registry
 from engine_core.runtime import platform
+from engine_core.runtime.compiles import NOBODY, Compiles
 from engine_core.runtime.executor import Executor, build_executor
 from engine_core.runtime.memory import CachePlan, check_memory, plan_cache
 from engine_core.runtime.phases import Phases
@@ -120,10 +121,15 @@ def open_engine(model: str, config: EngineConfig) -> Opened:
     )
 
 
-def load(opened: Opened, tokenizer: Tokenizer | None = None) -> Loaded:
+def load(
+    opened: Opened, tokenizer: Tokenizer | None = None, *, compiles: Compiles = NOBODY
+) -> Loaded:
     """Load a model and make its cache; ``opened.phases`` says how long each part took.
 
-    ``tokenizer`` is the model's if this process has it.
+    Args:
+        opened: the model.
+        tokenizer: the model's if this process has it.
+        compiles: the kernels that are compiled beside this.
 
     Raises:
         EngineError: the model cannot run; the subclass says why.
@@ -140,7 +146,7 @@ def load(opened: Opened, tokenizer: Tokenizer | None = None) -> Loaded:
         line = hopper_kernels([source.device])
         level = logging.INFO if line.startswith("on") else logging.WARNING
         logger.log(level, "Hopper's kernels are %s", line)
-    executor = build_executor(source, config)
+    executor = build_executor(source, config, compiles)
     try:
         report = executor.load()
         phases.update(report.phases)

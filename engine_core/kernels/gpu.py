@@ -28,10 +28,10 @@ class GPU:
     num_multiprocessors: int
 
     @classmethod
-    def of_capability(cls, capability: tuple[int, int]) -> GPU:
-        """The GPU of a compute capability, with as many multiprocessors as an H200 has."""
+    def of_capability(cls, capability: tuple[int, int], multiprocessors: int = 132) -> GPU:
+        """The GPU of a compute capability; if not said, with the multiprocessors of an H200."""
         shared_memory = _SHARED_MEMORY.get(capability, _LEAST_SHARED_MEMORY)
-        return cls(capability, shared_memory * 1024, 132)
+        return cls(capability, shared_memory * 1024, multiprocessors)
 
 
 @functools.cache

@@ -72,6 +72,7 @@ class Decoder(nn.Module):
         self.embedding_scale = torch.tensor(embedding_scale, dtype=dtype, device="cpu").item()
         self._span = range(len(layers))
         self._link: Link | None = None
+        self._kept: Sequence[int] | None = None
 
     def cut(self, span: range, link: Link | None) -> None:
         """Keep the layers in ``span`` alone; ``link`` brings and takes what is between stages.
@@ -83,6 +84,10 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(layers)
         if link is not None and not link.last:
             unlink_layer(layers[span.stop - 1])
+
+    def keep(self, kept: Sequence[int]) -> None:
+        """Run these layers alone: for a pass of which only the launches matter."""
+        self._kept = kept
 
     def forward(
         self,
@@ -99,6 +104,9 @@ class Decoder(nn.Module):
             x = x * self.embedding_scale
         layers: Sequence[nn.Module] = [*self.layers][span.start : span.stop]
         cos_sins = cos_sins[span.start : span.stop]
+        if self._kept is not None:
+            layers, cos_sins = [layers[i] for i in self._kept], [cos_sins[i] for i in self._kept]
+            past_key_values = [past_key_values[i] for i in self._kept]
         for layer, cos_sin, cache in zip(layers, cos_sins, past_key_values, strict=True):
             x, residual = layer(x, residual, cos_sin, cache, attn_metadata)
         if link is not None and not link.last:

@@ -23,6 +23,7 @@ from engine_core.errors import EngineDeadError, OptionError
 from engine_core.nn import Experts
 from engine_core.plugin_code import package_of
 from engine_core.ray_cluster import connect
+from engine_core.runtime.compiles import NOBODY, Compiles
 from engine_core.runtime.loader import build_on_meta
 from engine_core.runtime.rank import Seat, live
 from engine_core.runtime.ranks import Failure, RanksExecutor, sizes
@@ -42,8 +43,10 @@ _STOP_SECONDS = 5.0
 _DEATH_SECONDS = 0.5
 
 
-def build_executor(source: ModelSource, config: EngineConfig) -> Executor:
-    """The executor of ``config.num_ranks`` ranks.
+def build_executor(
+    source: ModelSource, config: EngineConfig, compiles: Compiles = NOBODY
+) -> Executor:
+    """The executor of ``config.num_ranks`` ranks; ``compiles`` are for one alone.
 
     Raises:
         OptionError: the devices are not those that the ranks need, or the model cannot be split
@@ -51,7 +54,7 @@ def build_executor(source: ModelSource, config: EngineConfig) -> Executor:
         ConfigError: its class cannot be built from its config.
     """
     if config.num_ranks == 1:
-        return Worker(source, config, BuildContext())
+        return Worker(source, config, BuildContext(), compiles=compiles)
     by_ray = takes_ray(config, source.device)
     if not by_ray:
         check_devices(config, source.device)

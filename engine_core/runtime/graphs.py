@@ -25,6 +25,7 @@ from engine_core.runtime.capture import (
     Graph,
     capture,
 )
+from engine_core.runtime.compiles import NOBODY, Compiles
 from engine_core.runtime.platform import to_device
 from engine_core.runtime.sampler.sampler import apply_bitmask
 from engine_core.runtime.step_batch import (
@@ -49,6 +50,8 @@ _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, 256, 32), *range(256
 _BUCKETS += tuple(range(512, 1025, 128))
 # Host buffers in rotation: more than there can be steps in flight.
 _RING = 8
+# Seconds that an idle engine waits for kernels before it looks for requests.
+_PATIENCE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,7 @@ class GraphState:
             nothing is captured before it is needed.
         agreement: with the other ranks of the model.
         capturer: makes what captures on a device.
+        compiles: the kernels that are compiled beside; of one rank alone.
         uncaptured: keys of the steps that could not be captured; they are not tried again.
         ahead: whether steps are captured before they are needed: until one could not be.
     """
@@ -105,6 +109,7 @@ class GraphState:
     step_bytes: int
     agreement: Agreement = field(default_factory=Agreement)
     capturer: Callable[[torch.device], Capturer] = CudaCapturer
+    compiles: Compiles = NOBODY
     uncaptured: set[GraphKey] = field(default_factory=set)
     ahead: bool = True
 
@@ -190,11 +195,17 @@ class _Graphs(ABC):
         """Capture one more step that is likely to be needed.
 
         Returns:
-            False if there is none left, or too little memory, or one could not be captured. Last of
-            all, the kernels of steps without a graph are compiled.
+            False if there is none left, or too little memory, or one could not be captured. True
+            also if its kernels are still being compiled, after a moment. Last of all, the kernels
+            of steps without a graph are compiled.
         """
         key = next((key for key in self._expected if key not in self._graphs), None)
+        coming = self._others if key is None else key
+        more = self._state.ahead and (key is not None or not self._complete)
+        if more and not self._state.compiles.ready(coming, _PATIENCE):
+            return True
         if key is None and not self._complete:
+            self._state.compiles.wait(self._others)
             self._complete = True
             self._compile_others()
         if key is None or not self._state.ahead:
@@ -276,8 +287,14 @@ class _Graphs(ABC):
     def _describe(self, key: GraphKey) -> str:
         """The step of this key in words."""
 
+    @property
+    def _others(self) -> str:
+        """The name of what :meth:`_compile_others` runs."""
+        return f"{type(self).__name__} others"
+
     def _make(self, key: GraphKey) -> Captured:
         """Capture the step of this key."""
+        self._state.compiles.wait(key)
         read: list[Tensor | None] = []
 
         def prepare() -> _Step:
@@ -393,7 +410,11 @@ class DecodeGraphs(_Graphs):
         None if this step is to be run without a graph. ``choice`` is as :meth:`offer` gave it.
         """
         count = len(rows)
-        key = self._keys[choice][bisect_left(self._buckets, count)]
+        keys = self._keys[choice][bisect_left(self._buckets, count) :]
+        key = keys[0]
+        if key not in self._graphs and not self._state.compiles.ready(key):
+            # Until its kernels are compiled a larger one takes its place.
+            key = next((each for each in keys if each in self._graphs), key)
         bucket = key.decode_rows
         # Capturing runs the step and so moves the static inputs; it comes before they are set.
         captured = self._get(key)
@@ -539,7 +560,7 @@ class GraphSteps(_Graphs):
         captured, since attention has kernels by their number, which would be compiled now.
         """
         own = self._own_shape(key)
-        if own is not None and (own in self._graphs or not self._complete):
+        if own is not None and (own in self._graphs or self._is_due(own)):
             return own, True
         prompts = key.tokens - key.decode_rows
         holding = [
@@ -554,6 +575,10 @@ class GraphSteps(_Graphs):
         decode = next((size for size in (0, *ROWS_BESIDE) if size >= key.decode_rows), None)
         decode = key.decode_rows if decode is None else decode
         return GraphKey(decode + prompts, decode, key.prefill_rows), False
+
+    def _is_due(self, key: GraphKey) -> bool:
+        """Whether a step of this shape is captured by need, and its kernels are compiled."""
+        return not self._complete and self._state.compiles.ready(key)
 
     def _own_shape(self, key: GraphKey) -> GraphKey | None:
         """The closest shape that a step of this one is captured for by need; None for none."""

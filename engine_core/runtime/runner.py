@@ -19,6 +19,7 @@ from engine_core.kernels import choose_greedy, compiled
 from engine_core.nn.attention import cached_layers
 from engine_core.runtime.block_tables import BlockTables, IntArray
 from engine_core.runtime.capture import Agreement, capturer_of
+from engine_core.runtime.compiles import NOBODY, Compiles
 from engine_core.runtime.eager import EagerSteps, ForwardPass
 from engine_core.runtime.graphs import DecodeGraphs, GraphState, GraphSteps, largest_step_bytes
 from engine_core.runtime.guided import GrammarCompiler
@@ -128,6 +129,7 @@ class ModelRunner:
         pooling: PoolingConfig | None = None,
         link: StageLink | None = None,
         agreement: Agreement | None = None,
+        compiles: Compiles = NOBODY,
     ) -> None:
         """The model is loaded and on ``device``.
 
@@ -150,6 +152,7 @@ class ModelRunner:
             link: the stage of a pipeline that this is; None if there is one.
             agreement: with the ranks that run the same plans on their part of the model, each of
                 which makes its runner now; None if there are none.
+            compiles: the kernels of captured steps that are compiled beside this.
         """
         agreement = agreement or Agreement()
         self._link = link
@@ -212,7 +215,7 @@ class ModelRunner:
         self._decode_graphs: DecodeGraphs | None = None
         self._graph_steps: GraphSteps | None = None
         self._media_graphs: MediaGraphs | None = None
-        capturer = capturer_of(device)
+        capturer = compiles.capturer or capturer_of(device)
         if capturer is not None and repeats:
             most = scheduler_config.max_num_batched_tokens
             own = largest_step_bytes(model, most + rows), _launch_bound_tokens(model, len(layers))
@@ -225,6 +228,7 @@ class ModelRunner:
                 step_bytes,
                 agreement,
                 capturer,
+                compiles,
             )
             self._decode_graphs = DecodeGraphs(state)
             self._graph_steps = GraphSteps(state, launch_bound, most)

@@ -18,6 +18,7 @@ from engine_core.configs import CacheSpec, EngineConfig, GuidedParams, Scheduler
 from engine_core.nn.attention import cache_specs
 from engine_core.runtime import platform
 from engine_core.runtime.capture import Agreement
+from engine_core.runtime.compiles import NOBODY, Compiles
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.layer_trace import LayerTrace
 from engine_core.runtime.loader import build_on_meta, dummy_weights, load_weights, match_weights
@@ -66,11 +67,12 @@ class Worker:
         context: BuildContext,
         link: StageLink | None = None,
         agreement: Agreement | None = None,
+        compiles: Compiles = NOBODY,
     ) -> None:
         """``context`` says which rank it is; its dtype is taken from ``source``.
 
         ``link`` says which stage of a pipeline; None if there is one. ``agreement`` is with the
-        other ranks, if they may capture steps.
+        other ranks, if they may capture steps. ``compiles`` are kernels compiled beside this.
         """
         self._source = source
         self._config = config
@@ -88,6 +90,7 @@ class Worker:
         self._trim_at = 0.0
         self._link = link
         self._agreement = agreement
+        self._compiles = compiles
         self._cached = range(0)  # the layers with a cache of this stage
 
     def load(self) -> WorkerReport:
@@ -133,6 +136,7 @@ class Worker:
                     pack=True,
                     tp_size=self._context.tp_size,
                 )
+        self._compiles.loaded(model)
         phases["weights"] -= packing
         phases["packing"] = packing
         media = source.plan_media(config).total
@@ -170,6 +174,7 @@ class Worker:
                 pooling=self._source.model_config.pooling,
                 link=self._link,
                 agreement=self._agreement,
+                compiles=self._compiles,
             )
 
     def prepare(self, params: GuidedParams | None) -> Future[None]:
@@ -226,6 +231,7 @@ class Worker:
         """Drop the model and its cache."""
         if self._runner is not None and self._runner.guides is not None:
             self._runner.guides.close()
+        self._compiles.close()
         self._model = self._runner = None
         own_process.thaw()
         if self._source.device.type == "cuda":

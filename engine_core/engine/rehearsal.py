@@ -1,0 +1,203 @@
+"""A start of an engine without its GPU: which variants of which kernels its steps will launch.
+
+The model is built, and all steps are run that an engine captures, on tensors without numbers; each
+launch says which variant of a kernel it is. :func:`main` has them compiled while an engine starts,
+:mod:`engine_core.engine.warm` ahead of any start.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from engine_core import own_process
+from engine_core.engine import kept_kernels
+from engine_core.engine.beside import Rehearsal
+from engine_core.engine.startup import Opened, load, open_engine
+from engine_core.nn.decoder import Decoder
+from engine_core.plugin_code import described
+from engine_core.runtime.absent import absent_gpu
+from engine_core.runtime.ahead import Compilers, Variant, recording, target_of
+from engine_core.runtime.capture import Graph
+from engine_core.runtime.compiles import Compiles, name_of
+
+T = TypeVar("T")
+
+
+class _Unplayed:
+    """The graph of a step that was run once."""
+
+    def replay(self) -> None:
+        raise AssertionError("nothing is replayed without a GPU")
+
+
+class _OnceCapturer:
+    """Runs what is to be captured once."""
+
+    def __init__(self, device: torch.device) -> None:
+        del device
+        self._last: Any = None
+
+    def run(self, function: Callable[[], T]) -> T:
+        self._last = function()
+        return self._last  # type: ignore[no-any-return]
+
+    def capture(self, function: Callable[[], T]) -> tuple[Graph, T]:
+        del function
+        return _Unplayed(), self._last
+
+    def free_memory(self) -> int:
+        return 1 << 62
+
+
+class _Steps(Compiles):
+    """Notes which variants each step launches."""
+
+    capturer = _OnceCapturer
+
+    def __init__(self, recorded: Callable[[str, list[str]], None]) -> None:
+        self._recorded = recorded
+        self._step: str | None = None
+        self._kernels: dict[str, None] = {}
+
+    def note(self, variant: Variant) -> None:
+        """A variant is launched."""
+        self._kernels[variant.key] = None
+
+    def loaded(self, model: nn.Module) -> None:
+        """See :class:`Compiles`. Of equal layers few are run: they launch the same."""
+        for module in model.modules():
+            if isinstance(module, Decoder):
+                module.keep(_different(list(module.layers)))
+
+    def wait(self, step: Any) -> None:
+        """See :class:`Compiles`: the step is run next."""
+        self.end()
+        self._step = name_of(step)
+
+    def end(self) -> None:
+        """Tell what the last step has launched."""
+        if self._step is not None:
+            self._recorded(self._step, list(self._kernels))
+        self._step, self._kernels = None, {}
+
+
+def _different(layers: list[nn.Module]) -> list[int]:
+    """The layers that differ, in themselves or in a neighbour, from all before."""
+    kinds = [None, *map(_kind, layers), None]
+    seen: dict[Any, int] = {}
+    for index in range(len(layers)):
+        seen.setdefault(tuple(kinds[index : index + 3]), index)
+    return sorted(seen.values())
+
+
+def _kind(layer: nn.Module) -> tuple[Any, ...]:
+    """What a layer is made of."""
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple(
+                (key, value)
+                for key, value in sorted(vars(module).items())
+                if isinstance(value, int | float | str | None)
+            ),
+            tuple(
+                (key, param.shape, param.stride(), param.dtype)
+                for key, param in module.named_parameters(recurse=False)
+            ),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
+def rehearse(
+    task: Rehearsal, note: Callable[[Variant], None], recorded: Callable[[str, list[str]], None]
+) -> Opened:
+    """Run all steps that an engine captures, on a GPU that is not there.
+
+    For a process that does nothing else afterwards but compile.
+
+    Args:
+        task: the start.
+        note: called at each launch.
+        recorded: called after each step with its name and the keys of what it launches.
+
+    Raises:
+        EngineError: the model cannot run; the subclass says why.
+        Exception: a family's code may raise anything where numbers are missing.
+    """
+    config = task.config.replace(load_format="dummy", device="cuda", skip_tokenizer_init=True)
+    config = config.replace(tokenizer=None) if config.tokenizer is not None else config
+    steps = _Steps(recorded)
+
+    def launched(variant: Variant) -> None:
+        steps.note(variant)
+        note(variant)
+
+    free, total = task.memory
+    with (
+        absent_gpu(task.gpu, total, free=free),
+        recording(target_of(task.gpu.capability), launched),
+    ):
+        opened = open_engine(task.model, config)
+        loaded = load(opened, compiles=steps)
+        while loaded.executor.capture_next():
+            pass
+        steps.end()
+    return opened
+
+
+def main() -> None:
+    """The life of the process that :func:`~engine_core.engine.beside.compile_beside` starts."""
+    parent, task = pickle.load(sys.stdin.buffer)
+    own_process.die_with(parent)
+    events = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # a model's code may print
+
+    def tell(**event: Any) -> None:
+        events.write(json.dumps(event) + "\n")
+
+    logging.disable(logging.CRITICAL)  # the engine says the same
+    compilers = Compilers(task.processes)
+
+    def compiled(*, wait: bool = False) -> None:
+        for end in compilers.poll(wait=wait):
+            # One that failed says why where it is launched.
+            tell(compiled=end.variant.key)
+
+    def note(variant: Variant) -> None:
+        known = compilers.knows(variant)
+        if not known and not compilers.add(variant):
+            tell(compiled=variant.key)
+        compiled()
+
+    try:
+        opened = rehearse(task, note, lambda step, kernels: tell(recorded=step, kernels=kernels))
+        while compilers.busy:
+            compiled(wait=True)
+        if not compilers.failed:
+            made_for = kept_kernels.made_for(opened.source, task.config, task.gpu)
+            with suppress(OSError):
+                kept_kernels.keep(made_for, compilers.done)
+        tell(ended=compilers.summary())
+    except BrokenPipeError:
+        pass
+    except Exception as error:
+        with suppress(BrokenPipeError):
+            while compilers.busy:
+                compiled(wait=True)
+            tell(failed=described(error))
+    finally:
+        with suppress(BrokenPipeError):
+            events.close()
+        os._exit(0)

@@ -1,0 +1,241 @@
+"""A GPU that is not there: code meant for it runs, on tensors with shapes and no numbers.
+
+What a model's steps would launch is found out so, without the GPU. Tensors on the CPU stay what
+they are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine_core.kernels.gpu import GPU, gpu_of
+from engine_core.kernels.launch import gluon
+from engine_core.kernels.launch.triton import num_multiprocessors, pdl_options
+
+# What follows from the device and is kept: forgotten where another begins to be there.
+_KEPT: tuple[Any, ...] = (gpu_of, num_multiprocessors, pdl_options, gluon.runs_gluon)
+_META, _CUDA = torch.device("meta"), torch.device("cuda", 0)
+
+
+class AbsentTensor(Tensor):
+    """A tensor of the GPU that is not there. ``meta`` has its shape, strides and type."""
+
+    meta: Tensor
+
+    @staticmethod
+    def __new__(cls, meta: Tensor) -> AbsentTensor:
+        """A tensor of the shape of one on the meta device."""
+        # To PyTorch's own code it is on the meta device: that of a GPU may not be built in.
+        made: AbsentTensor = Tensor._make_subclass(cls, meta, False)
+        made.meta = meta
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The GPU."""
+        return _CUDA
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        """True."""
+        return True
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        """False."""
+        return False
+
+    def data_ptr(self) -> int:
+        """The address if every allocation began at 0: alignment is all that counts."""
+        return int(self.meta.storage_offset()) * self.meta.element_size()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Work out the result's shape."""
+        del types
+        return _apart(func, args, kwargs or {})
+
+
+def _apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an operation on tensors of the meta device in place of the GPU's."""
+    given: dict[int, AbsentTensor] = {}
+
+    def enter(value: Any) -> Any:
+        if isinstance(value, AbsentTensor):
+            given[id(value.meta)] = value
+            return value.meta
+        if isinstance(value, Tensor):  # the host's, such as indices, or a number
+            return value if value.dim() == 0 and value.device.type == "cpu" else value.to(_META)
+        if isinstance(value, torch.device) and value.type == "cuda":
+            return _META
+        if type(value) in (list, tuple):
+            return type(value)(map(enter, value))
+        return value
+
+    def leave(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            known = given.get(id(value))
+            return AbsentTensor(value) if known is None else known
+        if type(value) in (list, tuple):
+            return type(value)(map(leave, value))
+        return value
+
+    kwargs.pop("generator", None)
+    if func is torch.ops.aten._local_scalar_dense.default:
+        raise RuntimeError("a number of a GPU that is not there was asked for")
+    to_host = kwargs.get("device")
+    entered = [enter(value) for value in args], {k: enter(v) for k, v in kwargs.items()}
+    if to_host is not None and torch.device(to_host).type == "cpu":
+        return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+    return leave(func(*entered[0], **entered[1]))
+
+
+def _is_there(value: Any) -> bool:
+    """Whether a tensor of the GPU is among the arguments."""
+    if isinstance(value, AbsentTensor):
+        return True
+    return type(value) in (list, tuple) and any(map(_is_there, value))
+
+
+class _Apart(TorchDispatchMode):
+    """What is made on the GPU, or copied there, becomes an :class:`AbsentTensor`."""
+
+    def __init__(self, memory: _Memory) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._memory = memory
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: to keep torch.compile out would import all of it first."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = dict(kwargs or {})
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = _CUDA
+            made = _apart(func, args, kwargs)
+            self._memory.take(made)
+            return made
+        if any(map(_is_there, args)) or any(map(_is_there, kwargs.values())):
+            return _apart(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+class _Nothing:
+    """A stream, an event, a generator or a graph: nothing ever waits for it."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: self
+
+
+class _Generator(torch.Generator):
+    """A generator of the host in the place of the GPU's."""
+
+    def __new__(cls, device: Any = None) -> _Generator:
+        del device
+        return super().__new__(cls, "cpu")  # type: ignore[call-arg]
+
+
+class _Memory:
+    """How much of the GPU's memory is taken, without what is small."""
+
+    _LEAST = 1 << 16
+
+    def __init__(self, total: int, free: int) -> None:
+        self.total, self._taken = total, total - free
+
+    def info(self, device: Any = None) -> tuple[int, int]:
+        """Bytes that are free, and all."""
+        del device
+        return max(0, self.total - self._taken), self.total
+
+    def take(self, made: Any) -> None:
+        """Count a new tensor for as long as it lives."""
+        nbytes = made.meta.nbytes if isinstance(made, AbsentTensor) else 0
+        if nbytes > self._LEAST:
+            self._taken += nbytes
+            weakref.finalize(made, self._give, nbytes)
+
+    def _give(self, nbytes: int) -> None:
+        self._taken -= nbytes
+
+
+def _stand_ins(gpu: GPU, memory: _Memory) -> dict[str, Any]:
+    """What ``torch.cuda`` says of the GPU, by the names there."""
+    properties = SimpleNamespace(
+        multi_processor_count=gpu.num_multiprocessors,
+        shared_memory_per_block_optin=gpu.shared_memory,
+        total_memory=memory.total,
+    )
+    return {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "device": lambda device: nullcontext(),
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: gpu.capability,
+        "mem_get_info": memory.info,
+        "memory_reserved": lambda device=None: 0,
+        "memory_allocated": lambda device=None: 0,
+        "current_stream": lambda device=None: _Nothing(),
+        "is_current_stream_capturing": lambda: False,
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "graph_pool_handle": lambda: None,
+        "graph": lambda *args, **kwargs: nullcontext(),
+        "stream": lambda stream: nullcontext(),
+        "CUDAGraph": _Nothing,
+        "Event": _Nothing,
+        "Stream": _Nothing,
+    }
+
+
+@contextmanager
+def absent_gpu(gpu: GPU, memory: int, *, free: int | None = None) -> Iterator[None]:
+    """Have PyTorch see one GPU with so many bytes of memory in the ``with`` block.
+
+    ``free`` of them are not taken yet; all if None.
+
+    For a process that does nothing else meanwhile: functions of PyTorch are replaced.
+    """
+    for kept in _KEPT:
+        kept.cache_clear()
+    taken = _Memory(memory, memory if free is None else free)
+    try:
+        with (
+            patch.multiple(torch.cuda, **_stand_ins(gpu, taken)),
+            patch.object(torch, "Generator", _Generator),
+            gluon.presumed_right(),
+            patch.object(Tensor, "pin_memory", lambda self, device=None: self),
+            patch.object(torch.version, "hip", None),
+            _Apart(taken),
+        ):
+            yield
+    finally:
+        for kept in _KEPT:
+            kept.cache_clear()
