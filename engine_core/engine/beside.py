@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
 import sys
+import threading
+import warnings
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
 
+from engine_core import own_process
 from engine_core.configs import EngineConfig
 from engine_core.engine.startup import Opened
 from engine_core.kernels import GPU, gpu_of
-from engine_core.runtime.compiles import NOBODY, CompileProcess, Compiles
+from engine_core.runtime.compiles import NOBODY, CompileProcess, Compiles, Forked
 
 _MOST_PROCESSES = 32
+_MAIN = """
+import os, sys
+from engine_core import own_process
+own_process.die_with(int(sys.argv[1]))
+from engine_core.engine.rehearsal import live
+events = os.dup(1)
+os.dup2(2, 1)  # a model's code may print
+live(0, events)
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +67,67 @@ def compile_beside(opened: Opened) -> Compiles:
         or (gpu := gpu_of(source.device)) is None
     ):
         return NOBODY
-    from triton import knobs
-
     from engine_core.engine import kept_kernels
 
     made_for = kept_kernels.made_for(source, config, gpu)
     if kept_kernels.are_kept(made_for):
         return NOBODY
     processes = config.compile_processes or min(_MOST_PROCESSES, usable_cores())
+    compiles = _fork() if threading.active_count() == 1 else _spawn()
     memory = torch.cuda.mem_get_info(source.device)
-    task = Rehearsal(source.name, config, gpu, memory, processes)
+    compiles.send(pickle.dumps(Rehearsal(source.name, config, gpu, memory, processes)))
+    return compiles
+
+
+def _fork() -> CompileProcess:
+    """A copy of this process, which has imported most of what it needs.
+
+    There is no other thread of Python's, which might hold a lock. The copy leaves CUDA alone.
+    """
+    task, events = os.pipe(), os.pipe()
+    parent = os.getpid()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's threads hold no locks
+        pid = os.fork()
+    if pid == 0:
+        try:
+            own_process.die_with(parent)
+            os.close(task[1])
+            os.close(events[0])
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for output in (1, 2):  # a model's code may print, and what fails is in an event
+                os.dup2(nowhere, output)
+            torch.set_num_threads(1)  # those of the parent's pool are not here
+            from engine_core.engine.rehearsal import live
+
+            live(task[0], events[1])
+        finally:
+            os._exit(1)
+    os.close(task[0])
+    os.close(events[1])
+    return CompileProcess(Forked(pid), os.fdopen(task[1], "wb"), os.fdopen(events[0], "rb"))
+
+
+def _spawn() -> CompileProcess:
+    """A new process."""
+    from triton import knobs
+
     environment = os.environ | {
         "CUDA_VISIBLE_DEVICES": "",  # what PyTorch would ask a GPU for would take memory
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "TRITON_CACHE_DIR": str(knobs.cache.dir),
     }
-    command = [sys.executable, "-c", "from engine_core.engine.rehearsal import main; main()"]
-    return CompileProcess(command, pickle.dumps((os.getpid(), task)), environment)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _MAIN, str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # what fails is in an event
+        env=environment,
+    )
+    assert process.stdin is not None, "it is a pipe"
+    assert process.stdout is not None, "it is a pipe"
+    return CompileProcess(process, process.stdin, process.stdout)
 
 
 def usable_cores() -> int:

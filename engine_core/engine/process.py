@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine_core.engine.core import EngineCore
+    from engine_core.runtime.compiles import Compiles
     from engine_core.runtime.source import ModelSource
 
 logger = logging.getLogger(__name__)
@@ -511,7 +512,7 @@ def _serve(
             if not config.skip_tokenizer_init and find_spec("llguidance") is not None:
                 # The vocabulary is read now, and not while the first guided request waits.
                 guides = core.executor.prepare(None)
-            _capture_expected(core, source.device if config.num_ranks == 1 else None)
+            _capture_expected(core, source.device if config.num_ranks == 1 else None, compiles)
             if guides is not None:
                 core.wait_prepared(guides)  # if it failed, a guided request will say it
             # Else what a family's rows need is known with their first request.
@@ -529,12 +530,12 @@ def _serve(
             )
         )
         links.accept()
-        _run(links, core)
+        _run(links, core, compiles)
     finally:
         core.close()
 
 
-def _run(links: _Links, core: EngineCore) -> None:
+def _run(links: _Links, core: EngineCore, compiles: Compiles) -> None:
     """Take commands and step until the first frontend is gone; when idle, capture ahead."""
     wait: float | None = _IDLE_SECONDS
     captured, seconds = 0, 0.0
@@ -553,9 +554,11 @@ def _run(links: _Links, core: EngineCore) -> None:
                 continue
             # The engine is idle. A request that comes now waits for one capture at most.
             begin = time.monotonic()
+            late = compiles.late
             if core.capture_next():
-                captured += 1
-                seconds += time.monotonic() - begin
+                if compiles.late == late:
+                    captured += 1
+                    seconds += time.monotonic() - begin
                 wait = 0.0
                 continue
             if captured:
@@ -604,7 +607,7 @@ def _obey(
         core.finish(*arguments)
 
 
-def _capture_expected(core: EngineCore, device: torch.device | None) -> None:
+def _capture_expected(core: EngineCore, device: torch.device | None, compiles: Compiles) -> None:
     """Capture all steps that are expected, so that no request waits for a capture.
 
     ``device`` is this process's; None if ranks in other processes have the devices: to ask for the
@@ -616,6 +619,7 @@ def _capture_expected(core: EngineCore, device: torch.device | None) -> None:
     before = 0 if device is None else used_memory(device)
     while core.capture_next():
         captured += 1
+    captured -= compiles.late
     if captured:
         seconds, memory = time.monotonic() - begin, ""
         if device is not None:

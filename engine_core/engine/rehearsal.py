@@ -1,7 +1,7 @@
 """A start of an engine without its GPU: which variants of which kernels its steps will launch.
 
 The model is built, and all steps are run that an engine captures, on tensors without numbers; each
-launch says which variant of a kernel it is. :func:`main` has them compiled while an engine starts,
+launch says which variant of a kernel it is. :func:`live` has them compiled while an engine starts,
 :mod:`engine_core.engine.warm` ahead of any start.
 """
 
@@ -11,15 +11,13 @@ import json
 import logging
 import os
 import pickle
-import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
 
-from engine_core import own_process
 from engine_core.engine import kept_kernels
 from engine_core.engine.beside import Rehearsal
 from engine_core.engine.startup import Opened, load, open_engine
@@ -157,17 +155,22 @@ def rehearse(
     return opened
 
 
-def main() -> None:
-    """The life of the process that :func:`~engine_core.engine.beside.compile_beside` starts."""
-    parent, task = pickle.load(sys.stdin.buffer)
-    own_process.die_with(parent)
-    events = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # a model's code may print
+def live(given: int, told: int) -> NoReturn:
+    """The life of the process that :func:`~engine_core.engine.beside.compile_beside` starts.
+
+    Args:
+        given: the open file that brings the pickled :class:`Rehearsal`.
+        told: the open file that gets the events of
+            :class:`~engine_core.runtime.compiles.CompileProcess`.
+    """
+    logging.disable(logging.CRITICAL)  # the engine says the same
+    with os.fdopen(given, "rb") as file:
+        task: Rehearsal = pickle.load(file)
+    events = os.fdopen(told, "w", buffering=1)
 
     def tell(**event: Any) -> None:
         events.write(json.dumps(event) + "\n")
 
-    logging.disable(logging.CRITICAL)  # the engine says the same
     compilers = Compilers(task.processes)
 
     def compiled(*, wait: bool = False) -> None:

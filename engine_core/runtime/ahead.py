@@ -124,6 +124,7 @@ def recording(target: GPUTarget, note: Callable[[Variant], None]) -> Iterator[No
 
     For a process that launches nothing else, now or later.
     """
+    touched: set[Any] = set()
 
     def compile_nothing(
         self: Any,
@@ -138,12 +139,17 @@ def recording(target: GPUTarget, note: Callable[[Variant], None]) -> Iterator[No
         del warmup
         source = self.ASTSource(self, signature, constexprs, attrs)
         variant = Variant.of(source, options.__dict__, target)
+        touched.add(self)
         kernel = self.device_caches[device][0][key] = _Unlaunched(lambda: note(variant))
         return kernel
 
     driver.set_active(_Driver(target))
-    with patch.object(JITFunction, "_do_compile", compile_nothing):
-        yield
+    try:
+        with patch.object(JITFunction, "_do_compile", compile_nothing):
+            yield
+    finally:
+        for function in touched:
+            function.device_caches.clear()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import subprocess
+import os
+import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import IO, Any
+from collections.abc import Callable
+from typing import IO, Any, Protocol
 
 from engine_core.runtime.capture import Capturer
 
@@ -24,9 +25,11 @@ class Compiles:
 
     Attributes:
         capturer: what captures steps in place of the device's own; None for that.
+        late: how often an idle engine captured nothing, since kernels were not there yet.
     """
 
     capturer: Callable[[Any], Capturer] | None = None
+    late = 0
 
     def ready(self, step: Any, seconds: float = 0.0) -> bool:
         """Whether the step's kernels need no compile; waits so long for it."""
@@ -52,34 +55,61 @@ def name_of(step: Any) -> str:
     return repr(tuple(step)) if isinstance(step, tuple) else str(step)
 
 
+class Child(Protocol):
+    """A process that was started."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+    def wait(self) -> Any:
+        """Return when it has ended."""
+
+
+class Forked:
+    """A process that was forked from this one."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._ended = False
+        self._lock = threading.Lock()
+
+    def kill(self) -> None:
+        """See :class:`Child`."""
+        with contextlib.suppress(ProcessLookupError):
+            if not self._ended:
+                os.kill(self._pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        """See :class:`Child`."""
+        with self._lock:
+            if not self._ended:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(self._pid, 0)
+            self._ended = True
+
+
 class CompileProcess(Compiles):
     """A process that finds out what steps launch, and has it compiled by others.
 
     It writes a line for each event, an object of JSON: ``recorded`` names a step, with the
-    ``kernels`` that it needs; ``compiled`` names one of these; ``ended`` is the last.
+    ``kernels`` that it needs; ``compiled`` names one of these; ``ended`` or ``failed`` is the last.
     """
 
-    def __init__(self, command: Sequence[str], task: bytes, environment: dict[str, str]) -> None:
-        """Start it; ``task`` is what it reads."""
+    def __init__(self, process: Child, stdin: IO[bytes], stdout: IO[bytes]) -> None:
+        """Read what the process writes to ``stdout``; ``stdin`` is for :meth:`send`."""
         self._changed = threading.Condition()
         self._kernels: dict[str, list[str]] = {}
         self._compiled: set[str] = set()
         self._ended: dict[str, Any] | None = None
         self._begin = time.monotonic()
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # what fails is in an event
-            env=environment,
-        )
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None, "it is a pipe"
-        assert stdout is not None, "it is a pipe"
+        self._process, self._stdin = process, stdin
         threading.Thread(target=self._read, args=(stdout,), name="compiles", daemon=True).start()
+
+    def send(self, task: bytes) -> None:
+        """Say what it is to do, once."""
         with contextlib.suppress(OSError):  # if it is gone already its reader says so
-            stdin.write(task)
-            stdin.close()
+            self._stdin.write(task)
+            self._stdin.close()
 
     def ready(self, step: Any, seconds: float = 0.0) -> bool:
         """See :class:`Compiles`."""
@@ -116,6 +146,7 @@ class CompileProcess(Compiles):
                     self._changed.notify_all()
         except (OSError, ValueError) as error:
             ended = {"failed": f"{type(error).__name__}: {error}"}
+        stdout.close()
         self._process.wait()
         with self._changed:
             self._ended = ended

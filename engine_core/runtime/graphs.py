@@ -203,6 +203,7 @@ class _Graphs(ABC):
         coming = self._others if key is None else key
         more = self._state.ahead and (key is not None or not self._complete)
         if more and not self._state.compiles.ready(coming, _PATIENCE):
+            self._state.compiles.late += 1
             return True
         if key is None and not self._complete:
             self._state.compiles.wait(self._others)

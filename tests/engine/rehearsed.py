@@ -1,0 +1,54 @@
+"""What starts of models would launch on an H200, found out without one.
+
+Run by itself with folders of models, since Triton's interpreter takes the compiler's place in the
+other tests. For each it prints a line of JSON: the kernels of each step, and whether the same
+variants are launched if all layers are run, not just those that differ.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from typing import Any
+
+from engine_core import EngineConfig
+from engine_core.engine.beside import Rehearsal
+from engine_core.engine.rehearsal import rehearse
+from engine_core.kernels import GPU
+from engine_core.nn.decoder import Decoder
+
+SETTINGS: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 64, "max_model_len": 128}
+
+
+def kernels(model: str, **settings: Any) -> tuple[dict[str, list[str]], set[str]]:
+    names: dict[str, str] = {}
+    steps: dict[str, list[str]] = {}
+
+    def recorded(step: str, keys: list[str]) -> None:
+        steps[step] = sorted({names[key] for key in keys})
+
+    memory = (140 << 30, 140 << 30)
+    config = EngineConfig(**(SETTINGS | settings))
+    task = Rehearsal(model, config, GPU.of_capability((9, 0)), memory, 1)
+    rehearse(task, lambda variant: names.update({variant.key: variant.name}), recorded)
+    return steps, set(names)
+
+
+def main(models: list[str]) -> None:
+    logging.disable(logging.CRITICAL)
+    keep, kept = Decoder.keep, []
+    for model in models:
+        name, _, dtype = model.partition("=")
+        settings = {"dtype": dtype} if dtype else {}
+        Decoder.keep = keep
+        steps, some = kernels(name, **settings)
+        kept.clear()
+        Decoder.keep = lambda self, layers: kept.extend(layers)
+        _, every = kernels(name, **settings)
+        line = json.dumps({"steps": steps, "kept": kept, "same": some == every})
+        sys.stdout.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

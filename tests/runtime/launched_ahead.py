@@ -1,0 +1,85 @@
+"""Kernels compiled ahead by processes, and then launched as by an engine that finds them.
+
+Run by itself, since Triton's interpreter takes the compiler's place in the other tests. It prints
+JSON: what was compiled, and for each later launch whether its kernel was in Triton's cache.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+from engine_core.kernels import GPU, choose_greedy
+from engine_core.kernels.greedy import triton as greedy
+from engine_core.kernels.norm import triton as norms
+from engine_core.runtime.absent import absent_gpu
+from engine_core.runtime.ahead import Compilers, Variant, recording, target_of
+
+HOPPER = GPU.of_capability((9, 0))
+
+
+def normalise(rows: int, offset: int, device: str) -> None:
+    """RMSNorm of rows that begin ``offset`` numbers into an allocation."""
+    room = torch.zeros(rows * 512 + offset, dtype=torch.bfloat16, device=device)
+    weight = torch.ones(512, dtype=torch.bfloat16, device=device)
+    x = room[offset:].view(rows, 512)
+    norms.norm(x, weight, None, 1e-5, residual=None, centred=False)
+
+
+def main() -> None:
+    compilers, launches = Compilers(2), 0
+
+    def note(variant: Variant) -> None:
+        nonlocal launches
+        launches += 1
+        compilers.add(variant)
+
+    with absent_gpu(HOPPER, 1 << 30), recording(target_of(HOPPER.capability), note):
+        for rows in (1, 7, 64):
+            normalise(rows, 0, "cuda")
+        choose_greedy(torch.zeros(2, 1000, dtype=torch.bfloat16, device="cuda"))
+    ends = []
+    while compilers.busy:
+        ends += compilers.poll(wait=True)
+
+    # An engine's launches, of real tensors, up to the kernel's start.
+    hits: list[bool] = []
+
+    def listen(*, cache_hit: bool, **_: Any) -> None:
+        hits.append(cache_hit)
+
+    knobs.compilation.listener = listen
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        run(self, *args, grid=grid, warmup=True, **options)
+
+    JITFunction.run = compile_only
+    for module in (norms, greedy):
+        module.pdl_options = lambda device: {"PDL": True, "launch_pdl": True}
+        for function in vars(module).values():
+            if isinstance(function, JITFunction):
+                function.device_caches.clear()
+    normalise(3, 0, "cpu")
+    greedy.choose_greedy(torch.zeros(5, 1000, dtype=torch.bfloat16), None, None, None)
+    normalise(3, 1, "cpu")
+    sys.stdout.write(
+        json.dumps(
+            {
+                "launches": launches,
+                "compiled": sorted(end.variant.name for end in ends),
+                "errors": [end.error for end in ends if end.error],
+                "hits": hits,
+                "summary": compilers.summary(),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
