@@ -6,10 +6,13 @@ they are.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +26,11 @@ from engine_core.kernels.launch.triton import num_multiprocessors, pdl_options
 
 # What follows from the device and is kept: forgotten where another begins to be there.
 _KEPT: tuple[Any, ...] = (gpu_of, num_multiprocessors, pdl_options, gluon.runs_gluon)
+# Operations in place that change more than numbers.
+_RESHAPING = {
+    f"aten::{name}_"
+    for name in ("as_strided", "resize", "resize_as", "set", "squeeze", "t", "transpose")
+} | {"aten::unsqueeze_", "aten::swapaxes_", "aten::swapdims_"}
 _META, _CUDA = torch.device("meta"), torch.device("cuda", 0)
 
 
@@ -91,6 +99,9 @@ def _apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return type(value)(map(leave, value))
         return value
 
+    name = func._schema.name
+    if name.endswith("_") and name not in _RESHAPING and isinstance(args[0], AbsentTensor):
+        return args[0]  # for new numbers PyTorch's Python would import its compiler, for a second
     kwargs.pop("generator", None)
     if func is torch.ops.aten._local_scalar_dense.default:
         raise RuntimeError("a number of a GPU that is not there was asked for")
@@ -158,6 +169,43 @@ class _Generator(torch.Generator):
     def __new__(cls, device: Any = None) -> _Generator:
         del device
         return super().__new__(cls, "cpu")  # type: ignore[call-arg]
+
+
+class _Dynamo(ModuleType):
+    """PyTorch's compiler as long as nobody needs more of it than to be kept out of a function.
+
+    Shapes of some operations are worked out in Python that asks for that. The import takes a second
+    or two.
+    """
+
+    __path__ = [str(Path(torch.__file__).parent / "_dynamo")]  # noqa: RUF012
+
+    def disable(self, function: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """The function itself."""
+        del args, kwargs
+        return function
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(import_module(self.__name__), name)
+
+
+@contextmanager
+def _without_dynamo() -> Iterator[None]:
+    """Do not import PyTorch's compiler for no more than to keep it out."""
+    name = "torch._dynamo"
+    if name in sys.modules:
+        yield
+        return
+    stub = sys.modules[name] = _Dynamo(name)
+    try:
+        yield
+    finally:
+        if sys.modules.get(name) is stub:
+            del sys.modules[name]
 
 
 class _Memory:
@@ -231,6 +279,7 @@ def absent_gpu(gpu: GPU, memory: int, *, free: int | None = None) -> Iterator[No
             patch.multiple(torch.cuda, **_stand_ins(gpu, taken)),
             patch.object(torch, "Generator", _Generator),
             gluon.presumed_right(),
+            _without_dynamo(),
             patch.object(Tensor, "pin_memory", lambda self, device=None: self),
             patch.object(torch.version, "hip", None),
             _Apart(taken),
