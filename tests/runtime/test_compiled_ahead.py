@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
+
+from engine_core.engine import kept_kernels
+from engine_core.runtime.compiles import CompileProcess, name_of
+from engine_core.runtime.step_batch import GraphKey
 
 
 def alone(script: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -37,3 +45,108 @@ def test_what_processes_compiled_is_found_by_launches(tmp_path: Path) -> None:
     assert found["summary"].startswith("2 variants of 2 kernels, 0 of them kept")
     again = json.loads(alone("launched_ahead.py", tmp_path).stdout)
     assert (again["compiled"], again["hits"]) == ([], [True, True, True])
+
+
+def scripted(*events: dict[str, object], end: str = "") -> tuple[CompileProcess, Path]:
+    """A process that writes these events, each once there is a line more in what it was sent."""
+    code = (
+        "import sys\n"
+        "sys.stdin.read()\n"
+        "import time, pathlib\n"
+        f"for number, event in enumerate({[json.dumps(event) for event in events]!r}):\n"
+        "    while not pathlib.Path(sys.argv[1], str(number)).exists(): time.sleep(0.005)\n"
+        "    print(event, flush=True)\n"
+        f"{end}\n"
+    )
+    folder = Path(tempfile.mkdtemp())
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    compiles = CompileProcess(process, process.stdin, process.stdout)
+    compiles.send(b"all")
+    return compiles, folder
+
+
+STEP, OTHER = GraphKey(1, 1, 0), GraphKey(8, 8, 0)
+
+
+def test_a_step_is_ready_once_all_its_kernels_are_compiled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    compiles, folder = scripted(
+        {"compiled": "a"},
+        {"recorded": name_of(STEP), "kernels": ["a", "b"]},
+        {"compiled": "b"},
+        {"ended": "2 variants"},
+    )
+    for number in range(3):
+        assert not compiles.ready(STEP)
+        (folder / str(number)).touch()
+        assert compiles.ready(STEP, 10.0 if number == 2 else 0.05) == (number == 2)
+    assert not compiles.ready(OTHER)
+    (folder / "3").touch()
+    compiles.wait(OTHER)  # nobody compiles it any more
+    compiles.close()
+    assert "kernels ahead: 2 variants" in caplog.text
+
+
+def test_nobody_waits_for_a_process_that_died(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    compiles, folder = scripted({"recorded": name_of(STEP), "kernels": ["a"]}, end="sys.exit(3)")
+    assert not compiles.ready(STEP)
+    (folder / "0").touch()
+    compiles.wait(STEP)
+    compiles.close()
+    assert "not compiled ahead any more: the process ended" in caplog.text
+
+
+def test_an_engine_that_is_closed_ends_the_process() -> None:
+    compiles, _ = scripted({"ended": "never"})
+    compiles.close()
+    compiles.wait(STEP)
+
+
+MADE: kept_kernels.MadeFor = {
+    "model": "m",
+    "class": "C",
+    "dtype": "torch.bfloat16",
+    "kv_cache_dtype": "auto",
+    "scheme": None,
+    "settings": {"max_num_seqs": 4},
+    "gpu": [[9, 0], 232448, 132],
+    "triton": "3.6.0",
+    "ptxas": "p",
+    "torch": "2.11",
+    "python": "3.12",
+    "engine-core": "e",
+}
+
+
+def test_a_note_says_for_what_all_kernels_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Kernels of another version are no more than a line of the log."""
+    from triton.runtime.cache import get_cache_manager
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert not kept_kernels.are_kept(MADE)
+    kernels = [SimpleNamespace(name=f"_k{number}", key=f"{number:064x}") for number in range(2)]
+    for kernel in kernels:
+        manager = get_cache_manager(kernel.key)
+        file = manager.put("{}", f"{kernel.name}.json", binary=False)
+        manager.put_group(f"{kernel.name}.json", {f"{kernel.name}.json": file})
+    note = kept_kernels.keep(MADE, kernels)  # type: ignore[arg-type]
+    assert note.parent == tmp_path
+    assert kept_kernels.are_kept(MADE)
+    assert not kept_kernels.are_kept(MADE | {"dtype": "torch.float16"})
+    assert caplog.text == ""
+    assert not kept_kernels.are_kept(MADE | {"triton": "3.7.0", "torch": "2.12"})
+    (record,) = caplog.records
+    assert "of another triton and torch (3.6.0, 2.11, here 3.7.0, 2.12)" in record.message
+    shutil.rmtree(Path(file).parent)
+    assert not kept_kernels.are_kept(MADE)
+    note.write_text("{")
+    assert not kept_kernels.are_kept(MADE)

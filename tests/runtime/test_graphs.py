@@ -32,6 +32,7 @@ from engine_core.errors import EngineError, OptionError
 from engine_core.inputs import ProcessedPrompt, PromptState
 from engine_core.nn import Embedding
 from engine_core.runtime.block_tables import BlockTables, IntArray
+from engine_core.runtime.compiles import Compiles
 from engine_core.runtime.eager import ForwardPass
 from engine_core.runtime.graphs import DecodeGraphs, GraphState, GraphSteps, largest_step_bytes
 from engine_core.runtime.media_graphs import MediaGraphs
@@ -652,3 +653,58 @@ def test_decode_steps_without_a_graph_do_not_take_those_of_mixed_steps(
         tuple(range(13, 21)),
     ]
     assert device.take() == []
+
+
+class Coming(Compiles):
+    """Kernels that are compiled when a test says so, and what was waited for."""
+
+    def __init__(self) -> None:
+        self.compiled: set[Any] = set()
+        self.waited: list[Any] = []
+
+    def ready(self, step: Any, seconds: float = 0.0) -> bool:
+        del seconds
+        return step in self.compiled
+
+    def wait(self, step: Any) -> None:
+        self.waited.append(step)
+        self.compiled.add(step)
+
+
+def test_until_its_kernels_are_compiled_a_larger_step_takes_its_place(
+    device: Device, state: GraphState
+) -> None:
+    state.compiles = coming = Coming()
+    graphs = DecodeGraphs(state)
+    graphs.capture_at_start()
+    greedy = [GraphKey(size, size, 0) for size in (20, 1)]
+    assert coming.waited == greedy
+    assert device.take() == [(20, 20), (1, 1)]
+    # An idle engine looks for requests instead of waiting.
+    assert graphs.capture_next()
+    assert graphs.capture_next()
+    assert (device.take(), coming.late, coming.waited) == ([], 2, greedy)
+    captured = graphs.begin(*rows(3))
+    assert captured is not None
+    assert captured.chosen.tokens is not None
+    assert (len(captured.chosen.tokens), device.take()) == (20, [])
+    coming.compiled.add(GraphKey(4, 4, 0))
+    assert graphs.begin(*rows(3)) is not None
+    assert device.take() == [(4, 4)]
+    # Nothing is there that could take the place of a random choice.
+    assert graphs.begin(*rows(3), Choice.RANDOM) is not None
+    assert (device.take(), coming.waited[-1]) == ([(4, 4)], GraphKey(4, 4, 0, Choice.RANDOM))
+
+
+def test_prompts_whose_step_is_not_compiled_run_without_a_graph(
+    device: Device, state: GraphState
+) -> None:
+    state.compiles = coming = Coming()
+    graphs = GraphSteps(state, 2048, 2048)
+    graphs.capture_at_start()
+    assert device.take() == [(64, 0)]
+    assert run(graphs, 200) is None
+    assert run(graphs, 50) is not None
+    coming.compiled.add(GraphKey(256, 0, 1))
+    assert run(graphs, 200) is not None
+    assert coming.waited == [GraphKey(64, 0, 1), GraphKey(256, 0, 1)]

@@ -1,0 +1,78 @@
+"""``engine-core warm``: the kernels of a start, compiled without its GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import few_kernels
+import pytest
+from golden_fixtures import GOLDEN
+
+from engine_core.check.gpus import gpu_names
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+SMALL = ["--max-num-seqs", "1", "--max-num-batched-tokens", "64", "--max-model-len", "128"]
+
+
+def warm(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run it by a process in which kernels are not interpreted."""
+    others = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-m", "engine_core.cli", "warm", str(GOLDEN / "llama-gqa"), *arguments],
+        env=others | {"COLUMNS": "1000"} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--gpu", "H9000"], "the GPU 'H9000' is not in the table"),
+        (["--gpu", "A100"], "may be any of A100-40GB, A100-80GB"),
+        (["--gpu", "H200", "--eager"], "leave out eager"),
+        (["--gpu", "H200", "--tensor-parallel-size", "2"], "leave out eager, tensor_parallel_size"),
+        (["--gpu", "H200", "--output", __file__], "cannot be a folder"),
+    ],
+)
+def test_refusals(arguments: list[str], said: str) -> None:
+    done = warm(*arguments)
+    assert done.returncode in (1, 2)
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_gpu_is_named_where_there_is_none() -> None:
+    done = warm(CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert f"known are {', '.join(gpu_names())}" in done.stderr
+
+
+@pytest.mark.slow
+def test_kernels_are_compiled_once(tmp_path: Path) -> None:
+    """A second time all are there, and one that is missing is compiled again."""
+    settings = ["--gpu", "T4", "--dtype", "float16", "--output", str(tmp_path), *SMALL]
+    settings += ["--custom-module-map", few_kernels.__file__]
+    first = warm(*settings)
+    assert first.returncode == 0, first.stderr
+    head, *counts = first.stdout.splitlines()
+    kernels, variants = map(int, re.findall(r"(\d+) kernels in (\d+) variants", head)[0])
+    listed = [line.split() for line in counts[:kernels]]
+    assert sum(int(count) for count, _ in listed) == variants
+    assert {"_decode_kernel", "_norm_kernel"} <= {name for _, name in listed}
+    assert f"0 were there, {variants} compiled" in first.stdout
+    machine_code = list(tmp_path.glob("*/*.cubin"))
+    assert len(machine_code) == variants
+    (note,) = tmp_path.glob("engine-core-*.json")
+    assert f"{variants} were there, 0 compiled" in warm(*settings).stdout
+    shutil.rmtree(machine_code[0].parent)
+    assert f"{variants - 1} were there, 1 compiled" in warm(*settings).stdout
+    assert len(list(tmp_path.glob("*/*.cubin"))) == variants
+    assert note.exists()

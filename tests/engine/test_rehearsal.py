@@ -1,0 +1,48 @@
+"""What a start on a GPU launches, found out without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from golden_fixtures import GOLDEN
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+# Layers: all alike, and two kinds of which every third is the other.
+MODELS = ["llama-gqa", "gemma3-ropes", "mixtral-tiny"]
+
+
+def test_all_steps_of_a_start_run_on_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    """Of layers that are alike few are run, and the same variants are launched as of all."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(Path(__file__).with_name("rehearsed.py")),
+            *(f"{GOLDEN / model}=bfloat16" for model in MODELS),
+        ],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = dict(zip(MODELS, map(json.loads, done.stdout.splitlines()), strict=True))
+    for model, rehearsed in found.items():
+        assert rehearsed["same"], model
+        steps = {
+            name.replace("<Choice.", "").split(":")[0]: s for name, s in rehearsed["steps"].items()
+        }
+        # Greedy and random steps of 1, 2 and 3 rows; prompts alone and beside rows; what remains.
+        assert {"(3, 3, 0, GREEDY", "(1, 1, 0, RANDOM", "(64, 0, 1, GREEDY"} <= set(steps)
+        assert {"DecodeGraphs others", "GraphSteps others"} <= set(steps)
+        assert "_choose_greedy_kernel" in steps["(3, 3, 0, GREEDY"]
+        assert {"_peaks_kernel", "_settle_kernel"} <= set(steps["(1, 1, 0, RANDOM"])
+        assert "_decode_kernel" in steps["(3, 3, 0, GREEDY"]
+        assert "_decode_kernel" not in steps["(64, 0, 1, GREEDY"]
+    assert found["mixtral-tiny"]["steps"].keys() == found["llama-gqa"]["steps"].keys()
