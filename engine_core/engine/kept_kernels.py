@@ -40,7 +40,7 @@ MadeFor = dict[str, Any]
 
 
 def made_for(source: ModelSource, config: EngineConfig, gpu: GPU) -> MadeFor:
-    """What the kernels of a start depend on, by name."""
+    """All that the kernels of a start depend on, by name."""
     from triton import __version__ as triton_version
     from triton.backends.nvidia.compiler import get_ptxas_version
 

@@ -99,7 +99,7 @@ def _different(layers: list[nn.Module]) -> list[int]:
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """What a layer is made of."""
+    """A description of what the layer is made of; equal for layers that launch the same."""
     return tuple(
         (
             name,

@@ -120,7 +120,7 @@ def _is_there(value: Any) -> bool:
 
 
 class _Apart(TorchDispatchMode):
-    """What is made on the GPU, or copied there, becomes an :class:`AbsentTensor`."""
+    """Makes an :class:`AbsentTensor` of all that is made on the GPU or copied there."""
 
     def __init__(self, memory: _Memory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -233,7 +233,7 @@ class _Memory:
 
 
 def _stand_ins(gpu: GPU, memory: _Memory) -> dict[str, Any]:
-    """What ``torch.cuda`` says of the GPU, by the names there."""
+    """Functions of ``torch.cuda`` that speak of the GPU, by their names there."""
     properties = SimpleNamespace(
         multi_processor_count=gpu.num_multiprocessors,
         shared_memory_per_block_optin=gpu.shared_memory,

@@ -1,4 +1,4 @@
-"""What starts of models would launch on an H200, found out without one.
+"""Launches of models' starts on an H200, found out without one.
 
 Run by itself with folders of models, since Triton's interpreter takes the compiler's place in the
 other tests. For each it prints a line of JSON: the kernels of each step, and whether the same

@@ -1,4 +1,4 @@
-"""What a start on a GPU launches, found out without one."""
+"""Launches of a start on a GPU, found out without one."""
 
 from __future__ import annotations
 
