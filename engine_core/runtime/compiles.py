@@ -101,6 +101,7 @@ class CompileProcess(Compiles):
         self._kernels: dict[str, list[str]] = {}
         self._compiled: set[str] = set()
         self._ended: dict[str, Any] | None = None
+        self._closed = False
         self._begin = time.monotonic()
         self._process, self._stdin = process, stdin
         threading.Thread(target=self._read, args=(stdout,), name="compiles", daemon=True).start()
@@ -122,6 +123,7 @@ class CompileProcess(Compiles):
 
     def close(self) -> None:
         """See :class:`Compiles`."""
+        self._closed = True
         self._process.kill()
         self._process.wait()
 
@@ -148,12 +150,12 @@ class CompileProcess(Compiles):
             ended = {"failed": f"{type(error).__name__}: {error}"}
         stdout.close()
         self._process.wait()
-        with self._changed:
-            self._ended = ended
-            self._changed.notify_all()
         seconds = time.monotonic() - self._begin
         if "ended" in ended:
             logger.info("kernels ahead: %s, within %.1f s", ended["ended"], seconds)
-        else:
+        elif not self._closed:
             why = ended.get("failed") or "the process ended"
             logger.info("kernels are not compiled ahead any more: %s", why)
+        with self._changed:
+            self._ended = ended
+            self._changed.notify_all()
