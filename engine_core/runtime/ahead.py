@@ -82,6 +82,10 @@ def is_kept(name: str, key: str) -> bool:
     return file in (get_cache_manager(key).get_group(file) or {})
 
 
+# No GPU's number: of a process that was forked, kernels may be loaded that are not to be launched.
+_DEVICE = -1
+
+
 class _Driver:
     """Answers to what Triton asks of a driver before it launches."""
 
@@ -92,7 +96,7 @@ class _Driver:
         return self._target
 
     def get_current_device(self) -> int:
-        return 0
+        return _DEVICE
 
     def get_current_stream(self, device: int) -> int:
         del device
@@ -149,7 +153,7 @@ def recording(target: GPUTarget, note: Callable[[Variant], None]) -> Iterator[No
             yield
     finally:
         for function in touched:
-            function.device_caches.clear()
+            function.device_caches.pop(_DEVICE, None)
 
 
 @dataclass(frozen=True, slots=True)
