@@ -655,7 +655,7 @@ class Linear(MatrixModule):
         if type(epilogue.norm).forward is not RMSNorm.forward:
             return f"{type(epilogue.norm).__name__} is not a norm of a sum over the ranks"
         shape = (call.rows, self.out_features, call.dtype, memory.size, memory.capacity)
-        return None if fits_fused_sum(*shape) else "for so many rows the norm is faster alone"
+        return None if fits_fused_sum(*shape) else "no kernel sums and norms rows of this size"
 
     def forward(
         self,

@@ -93,27 +93,31 @@ def compile_experts(found: list[Any]) -> bool:
 
 
 def compile_rank_sums(found: list[Any]) -> bool:
-    """Whether sums of one and two shots, with and without a norm, and gathers become machine code.
+    """Whether sums in each way, with and without a norm, and gathers become machine code.
 
-    Terms of others are read 16 bytes at a time; the next kernel is let go after the wait for the
-    one before and ahead of the first flag.
+    Terms and words are written and read 16 bytes at a time. The next kernel is let go after the
+    wait for the one before, and ahead of the first flag or word, which are seen at once.
     """
     made = True
     for size in (2, 8):
-        integers = {"device": "cpu", "dtype": torch.int64}
-        addresses = torch.zeros(size, **integers)
+        addresses = torch.zeros(size, dtype=torch.int64)
         memory = RankMemory(0, size, addresses, addresses.int(), 1 << 23)
-        for rows in (1, 64):
-            x = torch.zeros(rows, 4096).bfloat16()
+        for way in ("words", "one shot", "two shots"):
+            rank_sums.layout.way_of = lambda nbytes, size, way=way: way
+            x = torch.zeros(8, 4096).bfloat16()
             begin = len(found)
             rank_sums.rank_sum(x, memory)
-            rank_sums.rank_gather(x, memory)
             rank_sums.rank_sum_add_norm(x, memory, x[0], x, x[0], 1e-5)
+            if way == "one shot":
+                rank_sums.rank_gather(x, memory)
             for kernel in found[begin:]:
                 ptx = kernel.asm["ptx"]
-                order = [ptx.find(word) for word in (WAITS, LAUNCHES, "sys.release", "sys.acquire")]
+                words = way == "words"
+                told = ("st.global.wt.v2.b64", "ld.volatile.global.v2.b64")
+                told = told if words else ("sys.release", "sys.acquire")
+                order = [ptx.find(word) for word in (WAITS, LAUNCHES, *told)]
                 made &= bool(kernel.asm["cubin"]) and order == sorted(order) and order[0] > 0
-                made &= ptx.count(".v4.b32") >= size + 2
+                made &= ptx.count("v2.b64" if words else ".v4.b32") >= (2 * size if words else 3)
     return made
 
 

@@ -3,7 +3,8 @@
 Run as ``rank_sums.py FOLDER RANK SIZE ROUNDS FAULT``. One of them waits for random times at thread
 barriers, as in the middle of a sum, and between sums: now one is ahead and now another. Prints a
 line for each wrong result. A FAULT takes a protection away: "buffers" leaves one buffer, "waiting"
-has nobody wait for others.
+has nobody wait for others. With "words-" before it all sums go in words, where one buffer may leave
+a rank waiting for what was written over; it says so and ends.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from engine_core.kernels.rank_sum import layout, reference
 from engine_core.kernels.rank_sum import triton as kernels
 from engine_core.kernels.rank_sum.layout import RankMemory, region_bytes
 
-# Few, so that each has several blocks now and then.
-kernels.PROGRAMS = layout.PROGRAMS = PROGRAMS = 4
+# Few, so that each has several blocks now and then, and more than its buffers hold.
+layout.PROGRAMS = PROGRAMS = 4
+layout.WORDS_PROGRAMS = 2
 CAPACITY = 16384 * PROGRAMS
 EPS = 1e-5
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -68,10 +70,41 @@ class Delays:
 
 
 def break_protection(fault: str) -> None:
+    words, _, fault = fault.rpartition("-")
     if fault == "buffers":
         layout.BUFFERS = 1
-    if fault != "waiting":
-        return
+    if words:
+        break_words(fault)
+    elif fault == "waiting":
+        break_flags()
+
+
+def break_words(fault: str) -> None:
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+    last, looks = [0], [0]
+
+    def remember(self: Any, ptrs: Any, value: Any, *rest: Any) -> Any:
+        if value.data.dtype == "int64":
+            last[0], looks[0] = int(value.data.flat[0]) >> 32, 0
+        return store(self, ptrs, value, *rest)
+
+    def look(self: Any, *given: Any) -> Any:
+        told = load(self, *given)
+        if given[-1]:  # volatile
+            looks[0] += 1
+            if fault == "waiting":
+                told.data[...] = (told.data & 0xFFFFFFFF) | (last[0] << 32)
+            elif looks[0] > 3000:
+                sys.stdout.write("waits for what was written over\n")
+                sys.stdout.flush()
+                os._exit(0)
+        return told
+
+    builder.create_masked_load, builder.create_masked_store = look, remember
+
+
+def break_flags() -> None:
     whole, operations = interpreter.InterpreterBuilder.create_atomic_rmw, interpreter._ir.ATOMIC_OP
     epochs: list[Any] = []
 
@@ -89,8 +122,8 @@ def break_protection(fault: str) -> None:
 class Rounds:
     """The same random sums on every rank, of terms that each can make of all ranks."""
 
-    def __init__(self, rank: int, size: int, seed: int = 0) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, size: int, ways: tuple[layout.Way, ...], seed: int = 0) -> None:
+        self.rank, self.size, self.ways = rank, size, ways
         self.choices = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
 
@@ -103,12 +136,12 @@ class Rounds:
         """The next sum; says what is wrong with it, or None."""
         dtype = self.choices.choice(DTYPES)
         kind = self.choices.choice(("sum", "sum", "gather", "norm", "norm"))
-        two_shots = self.choices.random() < 0.5
-        layout.takes_two_shots = lambda nbytes: two_shots  # type: ignore[assignment]
+        way = self.choices.choice(self.ways)
+        layout.way_of = lambda nbytes, size: way
         rows = self.choices.choice((1, 2, 3, 5, 9))
         width = self.choices.choice((64, 128, 200, 577, 1024))
-        if kind == "gather" and self.choices.random() < 0.1:
-            rows, width = 5, 5001  # in two pieces
+        if self.choices.random() < 0.06:  # in several exchanges
+            rows, width = (37, 1024) if kind == "norm" else (11, 5001)
         terms = self.terms(rows, width, dtype=dtype)
         own = terms[self.rank].clone()
         if kind == "sum":
@@ -117,7 +150,7 @@ class Rounds:
             right = torch.equal(kernels.rank_gather(own, memory), reference.rank_gather(terms))
         else:
             right = self.norm(own, terms, memory)
-        return None if right else f"{kind} of {rows} x {width} {dtype}, {1 + two_shots} shots"
+        return None if right else f"{kind} of {rows} x {width} {dtype}, {way}"
 
     def norm(self, own: Tensor, terms: Tensor, memory: RankMemory) -> bool:
         dtype = terms.dtype
@@ -149,7 +182,10 @@ def main(folder: Path, rank: int, size: int, rounds: int, fault: str) -> None:
     (folder / f"ready-{rank}").touch()
     while not all((folder / f"ready-{each}").exists() for each in range(size)):
         time.sleep(0.01)
-    sums = Rounds(rank, size)
+    ways: tuple[layout.Way, ...] = ("words", "one shot", "two shots")
+    if fault != "none":
+        ways = ways[:1] if fault.startswith("words") else ways[1:]
+    sums = Rounds(rank, size, ways)
     for number in range(rounds):
         wrong = sums.run(memory)
         if wrong is not None:
@@ -159,4 +195,5 @@ def main(folder: Path, rank: int, size: int, rounds: int, fault: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), sys.argv[5])
+    given = sys.argv[1:]
+    main(Path(given[0]), int(given[1]), int(given[2]), int(given[3]), given[4])

@@ -45,10 +45,10 @@ def test_ranks_in_shared_memory_have_the_same_sums(size: int, rounds: int, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["buffers", "waiting"])
+@pytest.mark.parametrize("fault", ["buffers", "waiting", "words-buffers", "words-waiting"])
 def test_that_would_find_what_is_written_or_read_too_early(fault: str, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    assert "".join(run(tmp_path, 2, 60, fault))
+    assert "".join(run(tmp_path, 2, 40, fault))
 
 
 def test_the_order_of_the_ranks_is_that_of_the_additions() -> None:
@@ -66,14 +66,17 @@ def test_the_order_of_the_ranks_is_that_of_the_additions() -> None:
 def test_what_has_no_room_or_no_kernel_is_left_to_others() -> None:
     addresses = torch.zeros(2, dtype=torch.int64)
     memory = RankMemory(0, 2, addresses, addresses.int(), CAPACITY)
-    assert fits_rank_sum(torch.zeros(CAPACITY // 4), memory)
-    assert not fits_rank_sum(torch.zeros(CAPACITY // 4 + 1), memory)
+    assert fits_rank_sum(torch.zeros(CAPACITY), memory)
+    assert not fits_rank_sum(torch.empty((1 << 28) + 1, device="meta"), memory)
+    small = RankMemory(0, 2, addresses, addresses.int(), CAPACITY // 8)
+    assert not fits_rank_sum(torch.zeros(CAPACITY), small)
     assert not fits_rank_sum(torch.zeros(0), memory)
     assert not fits_rank_sum(torch.zeros(1, dtype=torch.float64), memory)
     three = RankMemory(0, 3, torch.zeros(3, dtype=torch.int64), addresses.int(), CAPACITY)
     assert not fits_rank_sum(torch.zeros(1), three)
-    assert fits_fused_sum(32, 4096, torch.bfloat16, 2, 1 << 23)
-    assert not fits_fused_sum(33, 4096, torch.bfloat16, 2, 1 << 23)
+    assert fits_fused_sum(4096, 4096, torch.bfloat16, 2, 1 << 23)
+    assert not fits_fused_sum(1, 16384, torch.float32, 2, 1 << 23)
+    assert not fits_fused_sum(0, 4096, torch.bfloat16, 2, 1 << 23)
     assert not fits_fused_sum(1, 32768, torch.bfloat16, 2, 1 << 23)
     with pytest.raises(ValueError, match="rank_sum: x is on cpu, the ranks' memory on cpu; both"):
         rank_sum(torch.zeros(1), memory)

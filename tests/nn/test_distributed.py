@@ -66,8 +66,9 @@ def test_a_linear_over_ranks_fuses_what_follows_where_their_memory_has_kernels()
     def declined(linear: Linear, add: AddNorm = norm, rows: int = 1, gpu: GPU | None = H200) -> str:
         return linear.declined(add, Call(rows, torch.bfloat16, gpu)) or ""
 
-    assert declined(projection()) == declined(projection(), rows=256) == ""
-    assert "so many rows" in declined(projection(), rows=257)
+    assert declined(projection()) == declined(projection(), rows=4096) == ""
+    small = RankMemory(0, 2, MEMORY.addresses, MEMORY.epochs, 1 << 17)
+    assert "rows of this size" in declined(projection(small))
     assert "comes before" in declined(projection(None))
     assert "comes before" in declined(projection(), gpu=None)
     assert "batch-invariant" in declined(projection(deterministic=True))

@@ -1,9 +1,9 @@
-"""Sums over the ranks of a model, through memory that each of them can read.
+"""Sums over the ranks of a model, through memory that each of them reaches.
 
-Each rank has a region of such memory. It writes its term there, tells the others, waits for their
-word and reads their terms: one shot. For larger sums each rank adds up a part and the others read
-that: two shots. Every element is added up in float32 in the order of the ranks and rounded once, so
-that neither the number of elements nor the way changes a bit, and all ranks have the same.
+Each rank has a region of such memory. Small terms are written into the regions of all others; of
+larger ones each rank's own is read by them, and among many ranks each adds up a part for all. Every
+element is added up in float32 in the order of the ranks and rounded once, so that neither the
+number of elements nor the way changes a bit, and all ranks have the same.
 
 A rank may be a whole sum ahead of another, which still reads. So buffers alternate: a rank writes
 to one again only after it has heard, in the sum between, that the others are done with it. How many
@@ -15,12 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine_core.kernels.rank_sum.layout import (
-    RankMemory,
-    has_room,
-    plain_block,
-    region_bytes,
-)
+from engine_core.kernels.rank_sum import layout
+from engine_core.kernels.rank_sum.layout import RankMemory, region_bytes
 
 __all__ = [
     "RankMemory",
@@ -35,31 +31,28 @@ __all__ = [
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Sizes of a group. Ranks share a row out in equal parts that are powers of two.
 _SIZES = (2, 4, 8)
-# Others found a sum with a norm slower than both apart at 1 MB (vLLM's pull request 22086).
-_FUSED_BYTES = 1 << 18
 
 
 def fits_rank_sum(x: Tensor, memory: RankMemory) -> bool:
     """Whether :func:`rank_sum` takes a term like ``x``; the same on all ranks."""
-    block = plain_block(x.numel())
+    block = layout.plain_block(x.numel())
     return (
         x.dtype in _DTYPES
         and memory.size in _SIZES
-        and x.numel() > 0
-        and has_room(memory.capacity, -(-x.numel() // block), block, x.element_size())
+        and 0 < x.nbytes <= layout.MOST_BYTES
+        and layout.held_rows(memory.capacity, block, x.element_size()) > 0
     )
 
 
 def fits_fused_sum(rows: int, width: int, dtype: torch.dtype, size: int, capacity: int) -> bool:
-    """Whether :func:`rank_sum_add_norm` takes so many rows: no more than it is thought to help."""
+    """Whether :func:`rank_sum_add_norm` takes so many rows of so many numbers."""
     block = 1 << (width - 1).bit_length()
     return (
         dtype in _DTYPES
         and size in _SIZES
-        and rows > 0
         and 64 <= width <= 16384
-        and rows * width * dtype.itemsize <= _FUSED_BYTES
-        and has_room(capacity, rows, block, dtype.itemsize)
+        and 0 < rows * width * dtype.itemsize <= layout.FUSED_BYTES
+        and layout.held_rows(capacity, block, dtype.itemsize) > 0
     )
 
 
@@ -72,11 +65,6 @@ def rank_sum(x: Tensor, memory: RankMemory) -> Tensor:
         ValueError: :func:`fits_rank_sum` does not hold, or x is not on the memory's device.
     """
     _check("rank_sum", x, memory)
-    if not fits_rank_sum(x, memory):
-        raise ValueError(
-            f"rank_sum: x is {tuple(x.shape)} {x.dtype}, for {memory.size} ranks with room for "
-            f"{memory.capacity} bytes; sums of {_SIZES} ranks of {_DTYPES} that have room are taken"
-        )
     from engine_core.kernels.rank_sum import triton
 
     return triton.rank_sum(x, memory)
@@ -85,17 +73,12 @@ def rank_sum(x: Tensor, memory: RankMemory) -> Tensor:
 def rank_gather(x: Tensor, memory: RankMemory) -> Tensor:
     """Every rank's ``x [..., N]`` side by side in their order, ``[..., size * N]``, on a GPU.
 
-    What has no room at once goes in several launches. The first of a shape must not be inside a
-    graph capture.
+    The first of a shape must not be inside a graph capture.
 
     Raises:
-        ValueError: x's dtype, the number of ranks or the device is not as for :func:`rank_sum`.
+        ValueError: :func:`fits_rank_sum` does not hold, or x is not on the memory's device.
     """
     _check("rank_gather", x, memory)
-    if x.dtype not in _DTYPES or memory.size not in _SIZES:
-        raise ValueError(
-            f"rank_gather: x is {x.dtype} of {memory.size} ranks; it takes {_DTYPES} of {_SIZES}"
-        )
     from engine_core.kernels.rank_sum import triton
 
     return triton.rank_gather(x, memory)
@@ -128,7 +111,7 @@ def rank_sum_add_norm(
     Raises:
         ValueError: shapes do not fit, or :func:`fits_fused_sum` does not hold.
     """
-    _check("rank_sum_add_norm", x, memory)
+    _check_device("rank_sum_add_norm", x, memory)
     size = x.shape[-1:]
     if weight.shape != size or (bias is not None and bias.shape != size):
         raise ValueError(
@@ -152,6 +135,16 @@ def rank_sum_add_norm(
 
 
 def _check(op: str, x: Tensor, memory: RankMemory) -> None:
+    _check_device(op, x, memory)
+    if not fits_rank_sum(x, memory):
+        raise ValueError(
+            f"{op}: x is {tuple(x.shape)} {x.dtype}, for {memory.size} ranks with room for "
+            f"{memory.capacity} bytes; terms of {_SIZES} ranks of {_DTYPES} up to "
+            f"{layout.MOST_BYTES} bytes are taken"
+        )
+
+
+def _check_device(op: str, x: Tensor, memory: RankMemory) -> None:
     if not x.is_cuda or x.device != memory.addresses.device:
         raise ValueError(
             f"{op}: x is on {x.device}, the ranks' memory on {memory.addresses.device}; both must "

@@ -1,21 +1,44 @@
-"""The memory of sums over ranks: what is where, and what has room."""
+"""The memory of sums over ranks: what is where, what has room, and which way a sum goes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
-PROGRAMS = 64
-"""Programs of a sum at most. Each waits for its like of the other ranks alone."""
+Way = Literal["words", "one shot", "two shots"]
+
+PROGRAMS = 256
+"""Programs of a sum at most. Each waits for its like of the other ranks alone.
+
+A program reads 8 KB at a time of each rank or so. A link moves some 400 GB/s in a direction, and an
+answer takes 2 us: 800 KB must be on their way. Two programs for each multiprocessor of an H200 ask
+for 2 MB, so that the link has work while some of them wait for a flag.
+"""
 
 BUFFERS = 2
-# Bytes. Torch's own kernels took on two H200s, with one and with two shots, 6.7 and 6.6 us for 8
-# KB, 7.0 and 7.5 for 64 KB, 8.6 and 7.6 for 256 KB, 13.3 and 10.2 for 1 MB. Ours were not measured.
-_ONE_SHOT_BYTES = 1 << 17
+WORDS_PROGRAMS = 64
+"""Programs of a sum in words at most."""
+WORDS_SHARE = 4096
+"""Words of a program's buffer for each rank: a row of 8192 numbers of 16 bits."""
+WORD_BYTES = 8
 # Two flags for each program and rank, each a line of its own so that ranks do not write to one.
 FLAG_BYTES = 128
+
+# Seen on two H200s: one shot took 4.0 us for 8 KB and 5.1 for 128 KB. Of that some 2.5 are a
+# meeting (a fence, a flag over the link, the look at it) and the answer to a read of another's
+# memory. A link moves 1 MB in 2.5 us.
+#
+# Words need neither fence nor flag nor answer, and twice the bytes: they are thought to save 1.2 us
+# and to lose as much at 480 KB from other ranks.
+_WORDS_BYTES = 1 << 18
+# A second shot costs a meeting, which must be less than the bytes that it saves.
+_MEETING_BYTES = 1 << 20
+# Kernels count elements in 32 bits.
+MOST_BYTES = 1 << 30
+FUSED_BYTES = MOST_BYTES
+"""Bytes of a sum with a norm at most: it saves a launch, and the norm's reads, beside the link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +54,7 @@ class RankMemory:
         addresses: ``[size]`` int64 on the device, where each rank's region begins: a multiple of
             128. It has :func:`region_bytes` bytes, and was zeros before any rank's first sum.
         epochs: ``[PROGRAMS]`` int32 on the device, of this rank alone; zeros before the first sum.
-        capacity: bytes of a sum at most, a multiple of ``128 * PROGRAMS``.
+        capacity: bytes that all programs exchange at a time, a multiple of ``128 * PROGRAMS``.
         owner: keeps the memory; not looked at.
     """
 
@@ -48,9 +71,15 @@ def flags_bytes(size: int) -> int:
     return 2 * PROGRAMS * size * FLAG_BYTES
 
 
-def region_bytes(size: int, capacity: int) -> int:
-    """Bytes of each rank's region: flags, and buffers for terms and for sums of parts."""
+def words_begin(size: int, capacity: int) -> int:
+    """Bytes before the buffers of words, which hold nothing else ever: their flags are in them."""
     return flags_bytes(size) + 2 * BUFFERS * capacity
+
+
+def region_bytes(size: int, capacity: int) -> int:
+    """Bytes of each rank's region: flags, and buffers of terms, of sums of parts and of words."""
+    words = BUFFERS * WORDS_PROGRAMS * size * WORDS_SHARE * WORD_BYTES
+    return words_begin(size, capacity) + words
 
 
 def plain_block(numel: int) -> int:
@@ -58,11 +87,26 @@ def plain_block(numel: int) -> int:
     return 1024 if numel <= 1024 * PROGRAMS else 4096
 
 
-def has_room(capacity: int, rows: int, block: int, itemsize: int) -> bool:
-    """Whether each program's buffer holds its share of so many blocks of elements."""
-    return -(-rows // PROGRAMS) * block * itemsize <= capacity // PROGRAMS
+def held_rows(capacity: int, block: int, itemsize: int) -> int:
+    """Blocks of elements that a program's buffer has room for."""
+    return capacity // PROGRAMS // (block * itemsize)
 
 
-def takes_two_shots(nbytes: int) -> bool:
-    """Whether ranks share out the additions of so many bytes."""
-    return nbytes > _ONE_SHOT_BYTES
+def has_words(rows: int, width: int, numel: int, itemsize: int) -> bool:
+    """Whether rows of ``width`` elements go in whole words of 4 bytes, and these have room."""
+    pair = 4 // itemsize
+    words = (1 << (width - 1).bit_length()) // pair
+    room = -(-rows // WORDS_PROGRAMS) * words <= WORDS_SHARE
+    return room and words > 0 and not width % pair and not numel % pair
+
+
+def way_of(nbytes: int, size: int) -> Way:
+    """The way of a sum of so many bytes, by what a rank gets over its links.
+
+    In one shot that is all terms of the others, in two shots its part of each and the others' sums.
+    Two ranks get as much either way, so that a second shot gains nothing.
+    """
+    terms = (size - 1) * nbytes
+    if terms <= _WORDS_BYTES:
+        return "words"
+    return "two shots" if terms - 2 * terms // size > _MEETING_BYTES else "one shot"
