@@ -84,12 +84,17 @@ def test_nccl_gives_the_tokens(cards: int, eager: bool) -> None:
 def test_a_capture_that_fails_on_one_rank_leaves_the_others_going(
     failing: str, cards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The collectives that the other rank has captured by then are dropped with its graph."""
+    """The collectives that the other rank has captured by then are dropped with its graph.
+
+    The fourth is that of a random choice for one row, so a request that is sampled runs eagerly.
+    """
     monkeypatch.setenv(one_card.FAILS, failing)
+    sampled = SamplingParams(seed=3, max_tokens=4, ignore_eos=True)
     with two_ranks("llama-gqa") as llm:
         llm.warmup()
         for _ in range(2):
             check_tokens(llm, "llama-gqa")
+            llm.generate([golden_prompts("llama-gqa")[0].input_ids], sampled)
         assert ways(llm)["graph"] > 0
         assert ways(llm)["eager"] > 0
 
