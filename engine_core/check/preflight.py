@@ -71,7 +71,7 @@ from engine_core.nn.loading import LoadAccount
 from engine_core.nn.quantization import QuantizationScheme, ScaleKind, kv_scales
 from engine_core.nn.quantization.facts import facts_of
 from engine_core.registry import Registry, build_registry
-from engine_core.runtime import platform
+from engine_core.runtime import platform, rank_memory
 from engine_core.runtime.executor import check_devices, check_experts, check_stages
 from engine_core.runtime.loader import build_on_meta, match_weights
 from engine_core.runtime.memory import CachePlan, MediaPlan, check_memory, plan_cache, plan_media
@@ -498,7 +498,9 @@ class _Check:
             )
         weights = max(own for own, _ in each)
         media = self._plan_media()
-        taken = weights + media.total
+        on_gpu = self.gpu is not None or (device is not None and device.type == "cuda")
+        sums = rank_memory.planned_bytes(config) if on_gpu and self.memory is None else 0
+        taken = weights + media.total + sums
         source: Literal["memory", "gpu", "machine"] = "machine"
         if self.memory is not None:
             source, total, budget = "memory", self.memory, self.memory - taken
@@ -573,6 +575,7 @@ class _Check:
             encoder_weights_bytes=encoder_weights,
             encoder_cache_bytes=media.cache,
             encoder_activation_bytes=media.activations,
+            rank_sums_bytes=sums,
             kv_bytes_per_token=sum(of_tokens) // block_size,
             state_bytes=sum(of_states),
             state_tokens=max(

@@ -192,6 +192,9 @@ class MemoryInfo(_Model):
     encoder_activation_bytes: int = Field(
         description="What the encoder takes while it computes as many, at most; 0 if not known."
     )
+    rank_sums_bytes: int = Field(
+        default=0, description="What a GPU keeps for sums over ranks; 0 for one rank and on CPUs."
+    )
     kv_bytes_per_token: int = Field(
         description="What all layers together keep of one token, but for states."
     )

@@ -104,6 +104,8 @@ def _rows(report: CheckReport) -> dict[str, str]:
             f"{_bytes(memory.total_bytes)} ({where[memory.source]}{each}): weights "
             f"{_bytes(memory.weights_bytes)}, KV cache {_bytes(memory.cache_bytes)}"
         )
+        if memory.rank_sums_bytes:
+            rows["memory"] += f", sums over ranks {_bytes(memory.rank_sums_bytes)}"
         if memory.replicated:
             excess = sum(each.excess_bytes for each in memory.replicated)
             names = [

@@ -121,10 +121,9 @@ class EngineConfig(FrozenConfig):
     """Stages that the layers are shared out to, each of ``tensor_parallel_size`` processes."""
     enable_expert_parallel: bool = False
     """Of a mixture of experts each of these keeps whole experts, not a part of every expert."""
-    rank_sums: Literal["auto", "nccl"] = "nccl"
-    """How these GPUs add up what each computed: nccl leaves it to NCCL; auto has kernels read the
-    other GPUs' memory where they can, and NCCL add up the rest. No GPU has run these kernels yet,
-    so they are for whoever asks."""
+    rank_sums: Literal["auto", "nccl"] = "auto"
+    """How these GPUs add up what each computed: auto has kernels reach the other GPUs' memory where
+    they can, and NCCL add up elsewhere; nccl leaves all of it to NCCL."""
     distributed_executor: Literal["auto", "processes", "ray"] = "auto"
     """Where the processes of one model run: processes are all on this machine, ray places them on
     the machines of a Ray cluster, and auto takes Ray if this machine has too few GPUs and a cluster

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from engine_core.configs import EngineConfig
 from engine_core.kernels import RankMemory, rank_gather, rank_sum
-from engine_core.kernels.rank_sum.layout import PROGRAMS, region_bytes
+from engine_core.kernels.rank_sum.layout import PROGRAMS, SIZES, region_bytes
 from engine_core.runtime.capture import Agreement, AttemptError, agreed
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,14 @@ logger = logging.getLogger(__name__)
 _CAPACITY = 8 << 20
 # Two ranks on one GPU, as tests have them; torch reads it too.
 _SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+
+
+def planned_bytes(config: EngineConfig) -> int:
+    """Bytes of each GPU that memory for sums takes, if the GPUs can have it; 0 if none is made."""
+    size = config.tensor_parallel_size
+    if config.pipeline_parallel_size > 1 or config.rank_sums == "nccl" or size not in SIZES:
+        return 0
+    return region_bytes(size, _CAPACITY)
 
 
 def keep_off_multicast() -> None:
@@ -56,7 +65,7 @@ def share_memory(
 
 
 def _check_alone(size: int) -> None:
-    if size not in (2, 4, 8):
+    if size not in SIZES:
         raise RuntimeError(f"{size} ranks; kernels are for 2, 4 and 8")
     if find_spec("triton") is None:
         raise RuntimeError("triton is not installed")

@@ -243,6 +243,16 @@ def test_ranks_share_the_weights(model: Model) -> None:
     assert alone is not None
     assert shared is not None
     assert shared.num_ranks == 2
+    # Two flags of 128 bytes for each program and rank, and two buffers of 8 MiB each for terms and
+    # sums, and of 4096 words for each of 64 programs and rank.
+    sums = 2 * 256 * 2 * 128 + 4 * 8 * 2**20 + 2 * 64 * 2 * 4096 * 8
+    assert (alone.rank_sums_bytes, shared.rank_sums_bytes) == (0, sums)
+    taken = shared.cache_bytes + shared.weights_bytes + sums
+    assert taken == pytest.approx(alone.cache_bytes + alone.weights_bytes, abs=2)
+    nccl = EngineConfig(tensor_parallel_size=2, rank_sums="nccl")
+    unshared = check_model(str(model), nccl, gpu="H100").memory
+    assert unshared is not None
+    assert unshared.cache_bytes == pytest.approx(shared.cache_bytes + sums, abs=2)
     assert shared.kv_bytes_per_token * 2 == alone.kv_bytes_per_token
     assert alone.weights_bytes / 2 <= shared.weights_bytes < alone.weights_bytes * 0.6
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine_core.kernels.rank_sum import layout
-from engine_core.kernels.rank_sum.layout import RankMemory, region_bytes
+from engine_core.kernels.rank_sum.layout import SIZES, RankMemory, region_bytes
 
 __all__ = [
     "RankMemory",
@@ -29,8 +29,6 @@ __all__ = [
 ]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Sizes of a group. Ranks share a row out in equal parts that are powers of two.
-_SIZES = (2, 4, 8)
 
 
 def fits_rank_sum(x: Tensor, memory: RankMemory) -> bool:
@@ -38,7 +36,7 @@ def fits_rank_sum(x: Tensor, memory: RankMemory) -> bool:
     block = layout.plain_block(x.numel())
     return (
         x.dtype in _DTYPES
-        and memory.size in _SIZES
+        and memory.size in SIZES
         and 0 < x.nbytes <= layout.MOST_BYTES
         and layout.held_rows(memory.capacity, block, x.element_size()) > 0
     )
@@ -49,7 +47,7 @@ def fits_fused_sum(rows: int, width: int, dtype: torch.dtype, size: int, capacit
     block = 1 << (width - 1).bit_length()
     return (
         dtype in _DTYPES
-        and size in _SIZES
+        and size in SIZES
         and 64 <= width <= 16384
         and 0 < rows * width * dtype.itemsize <= layout.FUSED_BYTES
         and layout.held_rows(capacity, block, dtype.itemsize) > 0
@@ -139,7 +137,7 @@ def _check(op: str, x: Tensor, memory: RankMemory) -> None:
     if not fits_rank_sum(x, memory):
         raise ValueError(
             f"{op}: x is {tuple(x.shape)} {x.dtype}, for {memory.size} ranks with room for "
-            f"{memory.capacity} bytes; terms of {_SIZES} ranks of {_DTYPES} up to "
+            f"{memory.capacity} bytes; terms of {SIZES} ranks of {_DTYPES} up to "
             f"{layout.MOST_BYTES} bytes are taken"
         )
 

@@ -9,6 +9,8 @@ from torch import Tensor
 
 Way = Literal["words", "one shot", "two shots"]
 
+# Sizes of a group. Ranks share a row out in equal parts that are powers of two.
+SIZES = (2, 4, 8)
 PROGRAMS = 256
 """Programs of a sum at most. Each waits for its like of the other ranks alone.
 
