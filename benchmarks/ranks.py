@@ -1,15 +1,24 @@
 """Compare ranks that share a model with one card, and their sums with NCCL's and torch's.
 
     python benchmarks/ranks.py [llama3_8b] [llama3_70b] [qwen2_0_5b] [--ranks 2] [--batches 1,32]
-        [--no-mix] [--no-alone] [--eager] [--rank-sums nccl] [--sums]
+        [--no-mix] [--no-alone] [--eager] [--rank-sums nccl] [--set NAME=NUMBER]
+    python benchmarks/ranks.py --sums [--rows 1,8,32] [--ours]
+    python benchmarks/ranks.py --replicas [llama3_8b]
 
 Each model runs on one card, if it has room, and on ``--ranks`` cards, one after the other, with
-random weights. The table has what issue 22 asks of two H200s, and vLLM 0.25.1 on two of them. Then
-it says how far ahead of its device each rank's host was: the share of steps that were launched
-while so many before them were not done. At 0 the device waited for the host.
+random weights. Figures are printed as they come. The table has what issue 22 asks of two H200s, and
+vLLM 0.25.1 on two of them. Then it says how far ahead of its device each rank's host was: the share
+of steps that were launched while so many before them were not done. At 0 the device waited for the
+host. ``--set`` gives a number of ``engine_core.kernels.rank_sum.layout``, such as MOST_BYTES (sums
+above go by NCCL) or FUSED_BYTES (above, the norm is a launch of its own), or of
+``engine_core.nn.distributed``, another value, so that runs with and without something compare.
 
 ``--sums`` times sums alone, in CUDA graphs of 50 that follow each other, in microseconds: NCCL,
-torch's symmetric memory with one and two shots, ours, and ours with the residual and the norm.
+torch's symmetric memory with one and two shots, ours as the engine takes them and in each way, and
+then with the residual and the norm. ``--ours`` leaves the others' out.
+
+``--replicas`` serves a model over HTTP, by one engine and then by one on each of two cards, and
+sends each engine the mix's 256 requests at once.
 """
 
 from __future__ import annotations
@@ -33,7 +42,7 @@ import torch.multiprocessing
 
 from benchmarks.workloads import SHAPES, write_config
 from engine_core import LLM, EngineConfig, SamplingParams, own_process
-from engine_core.bench.workloads import measure
+from engine_core.bench.workloads import measure, mix_requests
 from engine_core.errors import EngineError
 
 # Figure -> (by bytes, vLLM, asked, goal) for two ranks; None where there is none.
@@ -54,6 +63,27 @@ ASKED: dict[str, Asked] = {
 }
 
 
+def write_settings(folder: Path, settings: list[str]) -> tuple[str, ...]:
+    """A module map, which every rank runs, that gives numbers of modules other values."""
+    if not settings:
+        return ()
+    lines = [
+        "from engine_core.kernels.rank_sum import layout",
+        "from engine_core.nn import distributed",
+        "MODULE_MAP = {}",
+    ]
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        lines += [
+            f"place = layout if hasattr(layout, {name!r}) else distributed",
+            f"assert hasattr(place, {name!r}), {name!r}",
+            f"place.{name} = {int(value)}",
+        ]
+    file = folder / "settings.py"
+    file.write_text("\n".join(lines) + "\n")
+    return (str(file),)
+
+
 def run_model(
     name: str, folder: Path, ranks: int, arguments: argparse.Namespace
 ) -> tuple[dict[str, float], list[dict[int, int]]]:
@@ -69,6 +99,7 @@ def run_model(
         max_model_len=8192,
         max_num_seqs=256,
         max_num_batched_tokens=8192,
+        custom_module_map=write_settings(folder, arguments.set),
     )
     start = time.perf_counter()
     with LLM(str(write_config(name, folder / name)), config) as llm:
@@ -88,8 +119,13 @@ def run_model(
         started = time.perf_counter() - start
         llm.warmup()
         vocab, batches = SHAPES[name]["vocab_size"], arguments.batches
-        figures = measure(run, vocab, batches=batches, mix=0 if arguments.no_mix else 256)
-        figures["start_s"] = started
+        figures = {"start_s": started}
+        # One after another, so that a run that is cut off has shown what it has.
+        for some, mix in [((batch,), 0) for batch in batches] + [((), 256)]:
+            if mix and arguments.no_mix:
+                continue
+            figures |= measure(run, vocab, batches=some, mix=mix)
+            print(f"{name}, {ranks} ranks: {json.dumps(figures)}", flush=True)
         leads: list[dict[int, int]] = []
         if ranks > 1:
             executor: Any = llm.engine.core.executor
@@ -121,11 +157,12 @@ def show_leads(leads: list[dict[int, int]]) -> None:
         print(f"rank {rank}: steps launched with so many before them not done: {', '.join(shares)}")
 
 
-def time_sums(rank: int, size: int, folder: str) -> None:
+def time_sums(rank: int, size: int, folder: str, counts: tuple[int, ...], only_ours: bool) -> None:
     """Print a table of sums in microseconds; one process of ``size``."""
     import torch.distributed._symmetric_memory as symmetric
 
     from engine_core.kernels import fits_fused_sum, rank_sum, rank_sum_add_norm
+    from engine_core.kernels.rank_sum import layout
     from engine_core.runtime.capture import Agreement
     from engine_core.runtime.rank_memory import keep_off_multicast, share_memory
 
@@ -164,27 +201,89 @@ def time_sums(rank: int, size: int, folder: str) -> None:
         return sorted(times)[len(times) // 2] * 1e3
 
     hidden, name = 4096, group.group_name
-    heads = ("rows", "bytes", "NCCL", "one shot", "two shots", "ours", "ours, norm")
+    chosen = layout.way_of
+    kinds: tuple[layout.Way | None, ...] = (None, "words", "one shot", "two shots")
+    heads = ("rows", "bytes", "NCCL", "torch 1", "torch 2", "ours", *kinds[1:])
+    heads += ("norm", *(f"+{kind}" for kind in kinds[1:]))
     if rank == 0:
-        print("".join(f"{head:>12}" for head in heads))
+        print("".join(f"{head:>11}" for head in heads), flush=True)
     weight = torch.ones(hidden, dtype=torch.bfloat16, device=device)
-    for rows in (1, 8, 16, 32, 64, 128, 256, 512, 1000):
+    for rows in counts:
         x = torch.zeros(rows, hidden, dtype=torch.bfloat16, device=device)
-        shared = symmetric.empty(rows, hidden, dtype=torch.bfloat16, device=device).zero_()
-        symmetric.rendezvous(shared, group)
-        ways: list[Callable[[], Any] | None] = [
-            lambda x=x: torch.distributed.all_reduce(x),
-            lambda s=shared: torch.ops.symm_mem.one_shot_all_reduce(s, "sum", name),
-            lambda s=shared: torch.ops.symm_mem.two_shot_all_reduce_(s, "sum", name),
-            lambda x=x: rank_sum(x, memory),
-            None,
-        ]
-        if fits_fused_sum(rows, hidden, x.dtype, size, memory.capacity):
-            ways[-1] = lambda x=x: rank_sum_add_norm(x, memory, None, x, weight, 1e-5)
-        cells = "".join(f"{'' if way is None else f'{seconds(way):.2f}':>12}" for way in ways)
+        ways: list[Callable[[], Any] | None] = [None] * 3
+        if not only_ours:
+            shared = symmetric.empty(rows, hidden, dtype=torch.bfloat16, device=device).zero_()
+            symmetric.rendezvous(shared, group)
+            ways = [
+                lambda x=x: torch.distributed.all_reduce(x),
+                lambda s=shared: torch.ops.symm_mem.one_shot_all_reduce(s, "sum", name),
+                lambda s=shared: torch.ops.symm_mem.two_shot_all_reduce_(s, "sum", name),
+            ]
+
+        def ours(x: torch.Tensor = x) -> Any:
+            return rank_sum(x, memory)
+
+        def normed(x: torch.Tensor = x) -> Any:
+            return rank_sum_add_norm(x, memory, None, x, weight, 1e-5)
+
+        assert fits_fused_sum(rows, hidden, x.dtype, size, memory.capacity)
         if rank == 0:
-            print(f"{rows:12}{x.nbytes:12}{cells}", flush=True)
+            print(f"{rows:11}{x.nbytes:11}", end="", flush=True)
+        for way, kind in [
+            *((way, None) for way in ways),
+            *zip((ours,) * 4 + (normed,) * 4, kinds * 2, strict=True),
+        ]:
+            layout.way_of = chosen if kind is None else lambda nbytes, size, kind=kind: kind
+            fits = kind != "words" or layout.has_words(rows, hidden, x.numel(), x.element_size())
+            cell = "" if way is None or not fits else f"{seconds(way):.2f}"
+            if rank == 0:
+                print(f"{cell:>11}", end="", flush=True)
+        if rank == 0:
+            print(flush=True)
     torch.distributed.destroy_process_group()
+
+
+def serve_replicas(name: str, folder: Path) -> None:
+    """Print output tokens/s through HTTP of one engine, of one on each of two cards, and how many
+    times as many these are."""
+    from benchmarks.serve import Server, fetch
+    from benchmarks.serve_client import Client, Request
+
+    model = str(write_config(name, folder / name))
+    options = ["--load-format", "dummy", "--skip-tokenizer-init", "--no-enable-prefix-caching"]
+    options += ["--max-model-len", "8192", "--max-num-seqs", "256"]
+    prompts, lengths = mix_requests(SHAPES[name]["vocab_size"])
+    rates: list[float] = []
+    for replicas in (1, 2):
+        with Server(model, [*options, "--replicas", str(replicas)]) as server:
+            print(f"{replicas} replicas: ready after {server.start_s:.1f} s", flush=True)
+            served = fetch(server.url, "/v1/models", None)["data"][0]["id"]
+            requests = [
+                Request(
+                    0.0,
+                    {
+                        "model": served,
+                        "prompt": prompt,
+                        "max_tokens": length,
+                        "temperature": 0.0,
+                        "ignore_eos": True,
+                        "stream": True,
+                        "stream_options": {"include_usage": True},
+                        "return_token_ids": True,
+                    },
+                    len(prompt),
+                )
+                for prompt, length in zip(prompts, lengths, strict=True)
+                for _ in range(replicas)
+            ]
+            run = Client(server.url, processes=4).run(requests)
+        failed = [seen.error for seen in run.observations if seen.error is not None]
+        assert not failed, failed[:3]
+        tokens = sum(seen.usage or 0 for seen in run.observations)
+        assert tokens == replicas * sum(lengths), (tokens, sum(lengths))
+        rates.append(tokens / max(seen.ended for seen in run.observations))
+        print(f"{replicas} replicas: {tokens} tokens, {rates[-1]:,.0f} tokens/s", flush=True)
+    print(f"two are {rates[1] / rates[0]:.3f} times one (asked 1.9)")
 
 
 def main() -> None:
@@ -200,14 +299,22 @@ def main() -> None:
     parser.add_argument("--rank-sums", default="auto", help="auto or nccl")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--sums", action="store_true", help="time sums alone, and nothing else")
+    parser.add_argument("--rows", default="1,8,16,32,64,128,256,512,1000,4096", help="of --sums")
+    parser.add_argument("--ours", action="store_true", help="of --sums, leave the others' out")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=NUMBER")
+    parser.add_argument("--replicas", action="store_true", help="serve one engine, and two")
     arguments = parser.parse_args()
     arguments.batches = tuple(int(part) for part in arguments.batches.split(","))
     with tempfile.TemporaryDirectory() as folder:
         if arguments.sums:
-            given = (arguments.ranks, folder)
+            counts = tuple(int(part) for part in arguments.rows.split(","))
+            given = (arguments.ranks, folder, counts, arguments.ours)
             torch.multiprocessing.spawn(time_sums, given, nprocs=arguments.ranks)
             return
         for name in arguments.models:
+            if arguments.replicas:
+                serve_replicas(name, Path(folder))
+                continue
             alone: dict[str, float] = {}
             # First, for afterwards this process would hold some of the first card's memory.
             together, leads = run_model(name, Path(folder), arguments.ranks, arguments)
