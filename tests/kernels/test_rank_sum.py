@@ -12,7 +12,7 @@ import torch
 
 from engine_core.kernels import RankMemory, fits_fused_sum, fits_rank_sum, rank_sum
 from engine_core.kernels.rank_sum import reference
-from engine_core.kernels.rank_sum.layout import PROGRAMS, region_bytes
+from engine_core.kernels.rank_sum.layout import PROGRAMS, region_bytes, way_of
 
 CAPACITY = 16384 * PROGRAMS
 
@@ -61,6 +61,18 @@ def test_the_order_of_the_ranks_is_that_of_the_additions() -> None:
         [0, 1, 4, 5],
         [2, 3, 6, 7],
     ]
+
+
+def test_a_second_shot_is_for_whom_it_saves_more_bytes_than_a_meeting_costs() -> None:
+    """Of N ranks one gets N - 1 terms, or twice the share of 1 / N of each."""
+    assert {size: way_of(1 << 18, size) for size in (2, 4, 8)} == {
+        2: "words",
+        4: "one shot",
+        8: "two shots",
+    }
+    assert way_of((1 << 18) + 1, 2) == way_of(1 << 30, 2) == "one shot"
+    assert way_of(690_000, 4) == "one shot"
+    assert way_of(710_000, 4) == "two shots"
 
 
 def test_what_has_no_room_or_no_kernel_is_left_to_others() -> None:
