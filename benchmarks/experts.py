@@ -226,7 +226,7 @@ def leave_out(parts: Sequence[str]) -> None:
     if "few" in parts:
         kernels.sizes.are_few = lambda *_: False
     if "route" in parts:
-        kernels.sizes.fits_route = kernels.sizes.routes_together = lambda *_: False
+        kernels.sizes.fits_route = lambda *_: False
     if "early" in parts:
         kernels.pdl_options = kernels.few.pdl_options = lambda _: {"PDL": False}
 

@@ -12,7 +12,6 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
   ``kernels.experts.triton`` gives it.
 - ``gate=2,1024,3``, ``down=4,4096,4,1024``: ``GATE_TILE`` and ``DOWN_TILE`` of
   ``kernels.experts.few``.
-- ``routed=16``: as many tokens at most have a router and the choice in one kernel.
 - ``stretch=1.1``: how many times the mean a row is as long that is split where splits are rare.
 - ``deferred=64``: the norms of more tokens divide, whatever the linears around them.
 - ``4096x14336.prefetch=8192``: that field of the tile that such linears have.
@@ -103,9 +102,6 @@ def settings(text: str) -> Iterator[None]:
                 experts = importlib.import_module("engine_core.kernels.experts.triton")
                 tile = tuple(fields(values))
                 stack.enter_context(patch.object(experts, "_tiles", lambda *_, t=tile: t))
-            elif key == "routed":
-                sizes = importlib.import_module("engine_core.kernels.experts.sizes")
-                stack.enter_context(patch.object(sizes, "MOST_ROUTED_TOGETHER", int(values)))
             elif key in ("gate", "down"):
                 few = importlib.import_module("engine_core.kernels.experts.few.triton")
                 tile = tuple(fields(values))

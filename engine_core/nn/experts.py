@@ -427,8 +427,7 @@ class SparseMoE(Branch):
             router = self.gate
             if not router.is_plain:
                 return "the router has an arithmetic of its own"
-            given = (call.rows, router.weight, router.routing, call.gpu)
-            if not fits_route(*given, undivided=isinstance(epilogue, Divide)):
+            if not fits_route(call.rows, router.weight, router.routing, call.gpu):
                 return "for so many rows the router is a linear, and the choice a kernel"
             if isinstance(epilogue, Chosen):
                 return None

@@ -80,8 +80,6 @@ def compile_experts(found: list[Any]) -> bool:
     one += found[-2:]
     x = x.repeat(256, 1)
     ids, weights = ids.repeat(256, 1), weights.repeat(256, 1)
-    for matrix in (router, router[:4]):
-        experts.route_together(x, matrix, None, Routing(4), None, None)
     norm = {"norm_bias": None, "norm_offset": 0.0, "centred": False}
     experts.run_experts_add_norm(x, ids, weights, *matrices[2:], x, x[0], 1e-5, **norm)
     _, *many, _ = found[-4:]

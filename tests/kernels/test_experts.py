@@ -278,36 +278,6 @@ def test_a_router_is_its_product_and_the_choice(
     assert kernels.sizes.fits_route(tokens, *matrix.shape, matrix.itemsize)
 
 
-@pytest.mark.parametrize("name", ROUTINGS)
-@pytest.mark.parametrize(("tokens", "hidden"), [(5, 192), (37, 136)])
-def test_a_router_of_blocks_of_tokens_is_its_product_and_the_choice(
-    kernels: Any,
-    launch_device: str,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    tokens: int,
-    hidden: int,
-) -> None:
-    """Parts of the columns are whole, or one has but some and the last one none."""
-    monkeypatch.setattr(kernels.sizes, "ROUTER_PARTS", 3 if hidden == 192 else 4)
-    routing, biased = ROUTINGS[name]
-    x = random(tokens, 2 * hidden, device=launch_device)[:, :hidden]
-    matrix = random(12, hidden, device=launch_device, seed=2) / hidden**0.5
-    matrix[7] = matrix[4]  # ties
-    bias = random(12, device=launch_device, seed=1) if biased else None
-    slots = torch.arange(tokens, device=launch_device)
-    slots[::5] = -1
-    for matrix_bias in (None, random(12, device=launch_device, seed=3)):
-        for _ in range(2):  # the second launch finds the counts that the first one left
-            given = (x, matrix, matrix_bias, routing, bias, slots)
-            ids, weights = kernels.route_together(*given)
-        logits = x.double() @ matrix.double().T
-        logits = (logits if matrix_bias is None else logits + matrix_bias).float()
-        expected_ids, expected = reference.choose_experts(logits, routing, bias, slots)
-        assert torch.equal(ids, expected_ids)
-        torch.testing.assert_close(weights, expected)
-
-
 def test_a_router_makes_up_for_a_division(kernels: Any, launch_device: str) -> None:
     norm_weight = random(64, device=launch_device, seed=5)
     given, divided = undivided(random(3, 64, device=launch_device), norm_weight, 16, 0.5)
@@ -324,10 +294,8 @@ def test_a_router_of_16_bits_rounds_its_product(kernels: Any, launch_device: str
     """As the linear would. One in float32 takes x as it is, and rounds nothing."""
     x = random(3, 64, device=launch_device).bfloat16()
     matrix = random(12, 64, device=launch_device, seed=2).bfloat16()
-    for each in (matrix, matrix.float(), None):
-        given = (x, matrix if each is None else each, None, Routing(12), None, None)
-        ids, weights = kernels.route_together(*given) if each is None else kernels.route(*given)
-        each = matrix if each is None else each
+    for each in (matrix, matrix.float()):
+        ids, weights = kernels.route(x, each, None, Routing(12), None, None)
         logits = (x.double() @ matrix.double().T).to(each.dtype)
         expected_ids, expected = reference.choose_experts(logits, Routing(12), None, None)
         assert torch.equal(ids, expected_ids)

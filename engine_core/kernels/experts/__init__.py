@@ -90,18 +90,13 @@ def choose_experts(
     return reference.choose_experts(logits, routing, bias, slots)
 
 
-def fits_route(
-    tokens: int, matrix: Tensor, routing: Routing, gpu: GPU | None, *, undivided: bool = False
-) -> bool:
-    """Whether :func:`route` is one kernel, for x of the dtype of ``matrix [E, H]``.
+def fits_route(tokens: int, matrix: Tensor, routing: Routing, gpu: GPU | None) -> bool:
+    """Whether :func:`route` is one kernel, which may divide too.
 
-    ``undivided`` says that x lacks a norm's division.
+    ``matrix`` is ``[E, H]``, perhaps on meta.
     """
     shape = (tokens, *matrix.shape, matrix.itemsize)
-    # Programs that choose for several tokens would take long over groups.
-    together = not undivided and routing.groups == routing.top_groups
-    fits = sizes.fits_route(*shape) or (together and sizes.routes_together(*shape))
-    return gpu is not None and routing.top_k <= sizes.MOST_CHOSEN and fits
+    return gpu is not None and routing.top_k <= sizes.MOST_CHOSEN and sizes.fits_route(*shape)
 
 
 def are_few_tokens(tokens: int, top_k: int, num_experts: int, gpu: GPU | None) -> bool:
@@ -119,7 +114,7 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Each token's experts by a router's linear: :func:`choose_experts` of its product.
 
-    The product is rounded to the matrix's dtype. For up to 256 tokens on a GPU this is one kernel.
+    The product is rounded to the matrix's dtype. For a few tokens on a GPU this is one kernel.
 
     Args:
         x: ``[T, H]``, or what an RMSNorm gave without its division.
@@ -133,17 +128,11 @@ def route(
         ids ``[T, top_k]`` int32, and weights ``[T, top_k]`` float32.
     """
     values = x if isinstance(x, Tensor) else x.values
-    given = (len(values), matrix, routing, gpu_of(values.device))
-    if fits_route(*given, undivided=True):
+    if fits_route(len(values), matrix, routing, gpu_of(values.device)):
         from engine_core.kernels.experts import triton
 
         return triton.route(x, matrix, matrix_bias, routing, bias, slots)
     plain = x if isinstance(x, Tensor) else x.divided()
-    alike = plain.dtype == matrix.dtype and matrix.data_ptr() % 16 == 0
-    if alike and fits_route(*given):
-        from engine_core.kernels.experts import triton
-
-        return triton.route_together(plain, matrix, matrix_bias, routing, bias, slots)
     logits = linear(plain.to(matrix.dtype), matrix, matrix_bias)
     return choose_experts(logits, routing, bias, slots)
 

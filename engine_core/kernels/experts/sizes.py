@@ -11,10 +11,6 @@ _MOST_PLACES = 16
 # Tokens whose router is a kernel of ours, and bytes of its matrix that a program has in registers.
 _MOST_ROUTED, ROUTER_BYTES = 16, 8192
 
-# Tokens whose router and choice are one kernel, and parts of the matrix's columns for it: with
-# blocks of 16 tokens, so many programs that each reads little of the matrix.
-MOST_ROUTED_TOGETHER, ROUTER_PARTS = 256, 8
-
 
 def are_few(tokens: int, top_k: int, num_experts: int) -> bool:
     """Whether so few tokens hardly ever share an expert; its weight is read for each."""
@@ -22,16 +18,10 @@ def are_few(tokens: int, top_k: int, num_experts: int) -> bool:
 
 
 def fits_route(tokens: int, num_experts: int, hidden: int, itemsize: int) -> bool:
-    """Whether a router's product and the choice are one kernel, which may divide too.
+    """Whether a router's product and the choice are one kernel.
 
     The matrix, of numbers of ``itemsize`` bytes, is read again for each token.
     """
     row_bytes = (1 << (hidden - 1).bit_length()) * itemsize
     fits = num_experts <= WARP_EXPERTS and row_bytes <= ROUTER_BYTES
     return fits and 0 < tokens <= _MOST_ROUTED
-
-
-def routes_together(tokens: int, num_experts: int, hidden: int, itemsize: int) -> bool:
-    """Whether a router's product and the choice are one kernel for blocks of tokens."""
-    fits = num_experts <= WARP_EXPERTS and hidden >= 64 * ROUTER_PARTS and itemsize == 2
-    return fits and hidden % 8 == 0 and 0 < tokens <= MOST_ROUTED_TOGETHER

@@ -55,17 +55,15 @@ def _ordered(scores):
 
 @triton.jit
 def _best(keys, numbers, SIZE: tl.constexpr):
-    """The number of each row's greatest key, ``[rows, 1]``; the lowest of equal ones."""
-    greatest = tl.max(keys, axis=1)[:, None]
-    return tl.min(tl.where(keys == greatest, numbers, SIZE), axis=1)[:, None]
+    """The number of the greatest key; the lowest of equal ones."""
+    return tl.min(tl.where(keys == tl.max(keys, axis=0), numbers, SIZE), axis=0)
 
 
 @triton.jit
 def _choose(
     ids_ptr,
     weights_ptr,
-    rows,
-    row_mask,
+    row,
     logits,
     bias_ptr,
     slots_ptr,
@@ -79,38 +77,37 @@ def _choose(
     TOP_GROUPS: tl.constexpr,
     GROUP_SCORES: tl.constexpr,
 ):
-    """The choice of tokens ``rows`` by ``logits [rows, BLOCK_E]``, which are -inf from E on."""
-    ROWS: tl.constexpr = logits.shape[0]
-    BLOCK_E: tl.constexpr = logits.shape[1]
-    experts = tl.arange(0, BLOCK_E)[None, :]
+    """A token's choice by ``logits [BLOCK_E]``, which are -inf from E on."""
+    BLOCK_E: tl.constexpr = logits.shape[0]
+    experts = tl.arange(0, BLOCK_E)
     there = experts < E
     lowest = float("-inf")
     if SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-logits))
     else:
-        powers = tl.exp(logits - tl.max(logits, axis=1)[:, None])
-        scores = powers / tl.sum(powers, axis=1)[:, None]
+        powers = tl.exp(logits - tl.max(logits, axis=0))
+        scores = powers / tl.sum(powers, axis=0)
     choice = scores
     if bias_ptr is not None:
         choice += tl.load(bias_ptr + experts, mask=there, other=0.0).to(tl.float32)
     # No number is the greatest of those with a NaN: then the result is to be NaN, not no expert's.
-    broken = tl.sum(tl.where(there & (choice != choice), 1, 0), axis=1)[:, None] > 0
+    broken = tl.sum(tl.where(there & (choice != choice), 1, 0), axis=0) > 0
     # Below all numbers' keys.
     NONE: tl.constexpr = -(2**31)
     keys = tl.where(there, _ordered(choice), NONE)
     if TOP_GROUPS < GROUPS:
         group = experts // (E // GROUPS)
         # Each expert's group's total, and then how many groups come before it.
-        totals = tl.full([ROWS, BLOCK_E], NONE, tl.int32)
+        totals = tl.full([BLOCK_E], NONE, tl.int32)
         for each in tl.static_range(GROUPS):
             left = tl.where(there & (group == each), keys, NONE)
-            total = tl.zeros([ROWS, 1], dtype=tl.float32)
+            total = 0.0
             for _ in tl.static_range(GROUP_SCORES):
                 best = _best(left, experts, BLOCK_E)
-                total += tl.max(tl.where(experts == best, choice, lowest), axis=1)[:, None]
+                total += tl.max(tl.where(experts == best, choice, lowest), axis=0)
                 left = tl.where(experts == best, NONE, left)
             totals = tl.where(there & (group == each), _ordered(total), totals)
-        kept = tl.zeros([ROWS, BLOCK_E], dtype=tl.int32)
+        kept = tl.zeros([BLOCK_E], dtype=tl.int32)
         left = totals
         for _ in tl.static_range(TOP_GROUPS):
             best = _best(left, experts, BLOCK_E)
@@ -118,29 +115,27 @@ def _choose(
             kept = tl.where(mine, 1, kept)
             left = tl.where(mine, NONE, left)
         keys = tl.where(kept > 0, keys, NONE)
-    places = tl.arange(0, BLOCK_K)[None, :]
-    ids = tl.zeros([ROWS, BLOCK_K], dtype=tl.int32)
-    weights = tl.zeros([ROWS, BLOCK_K], dtype=tl.int32)
+    places = tl.arange(0, BLOCK_K)
+    ids = tl.zeros([BLOCK_K], dtype=tl.int32)
+    weights = tl.zeros([BLOCK_K], dtype=tl.int32)
     # No score is below 0: its bits are in its order.
     bits = scores.to(tl.int32, bitcast=True)
     for place in tl.static_range(TOP_K):
         best = _best(keys, experts, BLOCK_E)
         ids = tl.where(places == place, best, ids)
-        score = tl.max(tl.where(experts == best, bits, 0), axis=1)[:, None]
+        score = tl.max(tl.where(experts == best, bits, 0), axis=0)
         weights = tl.where(places == place, score, weights)
         keys = tl.where(experts == best, NONE, keys)
     weights = weights.to(tl.float32, bitcast=True)
     if RENORMALIZE:
-        weights = weights / (tl.sum(weights, axis=1)[:, None] + 1e-20)
+        weights = weights / (tl.sum(weights, axis=0) + 1e-20)
     ids = tl.where(broken, places, ids)
     weights = tl.where(broken, float("nan"), weights)
     if slots_ptr is not None:
-        padding = tl.load(slots_ptr + rows, mask=row_mask, other=-1) < 0
-        ids = tl.where(padding[:, None], -1, ids)
-    out = rows[:, None] * TOP_K + places
-    mask = row_mask[:, None] & (places < TOP_K)
-    tl.store(ids_ptr + out, ids, mask=mask)
-    tl.store(weights_ptr + out, weights * scale, mask=mask)
+        ids = tl.where(tl.load(slots_ptr + row) < 0, -1, ids)
+    out = row * TOP_K + places
+    tl.store(ids_ptr + out, ids, mask=places < TOP_K)
+    tl.store(weights_ptr + out, weights * scale, mask=places < TOP_K)
 
 
 @triton.jit
@@ -166,15 +161,13 @@ def _choose_kernel(
     """One token's choice."""
     launch_dependents(PDL)
     wait(PDL)
-    rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    experts = tl.arange(0, BLOCK_E)[None, :]
-    ptrs = logits_ptr + rows[:, None] * stride + experts
-    logits = tl.load(ptrs, mask=experts < E, other=float("-inf"))
+    row = tl.program_id(0).to(tl.int64)
+    experts = tl.arange(0, BLOCK_E)
+    logits = tl.load(logits_ptr + row * stride + experts, mask=experts < E, other=float("-inf"))
     _choose(
         ids_ptr,
         weights_ptr,
-        rows,
-        rows >= 0,
+        row,
         logits.to(tl.float32),
         bias_ptr,
         slots_ptr,
@@ -245,108 +238,15 @@ def _route_kernel(
     logits_ptr += row * E
     tl.store(logits_ptr + numbers, logits, mask=numbers < E)
     if arrives_last(arrivals_ptr + row, tl.num_programs(0)):
-        experts = tl.arange(0, BLOCK_E)[None, :]
+        experts = tl.arange(0, BLOCK_E)
         whole = tl.load(
             logits_ptr + experts, mask=experts < E, other=float("-inf"), cache_modifier=".cg"
         )
-        rows = row + tl.arange(0, 1)
         _choose(
             ids_ptr,
             weights_ptr,
-            rows,
-            rows >= 0,
+            row,
             whole,
-            bias_ptr,
-            slots_ptr,
-            scale,
-            E,
-            TOP_K,
-            BLOCK_K,
-            SIGMOID,
-            RENORMALIZE,
-            GROUPS,
-            TOP_GROUPS,
-            GROUP_SCORES,
-        )
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _route_together_kernel(
-    ids_ptr,
-    weights_ptr,
-    partial_ptr,
-    arrivals_ptr,
-    x_ptr,
-    matrix_ptr,
-    matrix_bias_ptr,
-    bias_ptr,
-    slots_ptr,
-    num_rows,
-    stride,
-    scale,
-    H,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    PARTS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    GROUP_SCORES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One of PARTS of the columns, for BLOCK_M tokens; their last program to arrive chooses.
-
-    ``partial`` is ``[PARTS, num_rows, E]`` float32.
-    """
-    launch_dependents(PDL)
-    part = tl.program_id(0)
-    block = tl.program_id(1)
-    rows = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row_mask = rows < num_rows
-    experts = tl.arange(0, BLOCK_E)
-    width = tl.cdiv(tl.cdiv(H, PARTS), BLOCK_H) * BLOCK_H
-    low = part * width
-    high = tl.minimum(low + width, H)
-    matrix_rows = matrix_ptr + tl.minimum(experts, E - 1) * H
-    if PDL and block == 0:
-        # The matrix is older than all kernels.
-        size = tl.maximum(high - low, 0) * (matrix_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        prefetch_l2(matrix_rows + low, tl.where(experts < E, size, 0))
-    wait(PDL)
-    x_rows = x_ptr + rows * stride
-    acc = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32)
-    for start in tl.range(low, high, BLOCK_H, num_stages=STAGES):
-        cols = start + tl.arange(0, BLOCK_H)
-        mask = (cols < high)[None, :]
-        x = tl.load(x_rows[:, None] + cols[None, :], mask=row_mask[:, None] & mask, other=0.0)
-        matrix = tl.load(matrix_rows[:, None] + cols[None, :], mask=mask, other=0.0)
-        acc = tl.dot(x, tl.trans(matrix), acc, input_precision=PRECISION)
-    ptrs = partial_ptr + rows[:, None] * E + experts[None, :]
-    mask = row_mask[:, None] & (experts < E)[None, :]
-    size = num_rows.to(tl.int64) * E
-    tl.store(ptrs + part * size, acc, mask=mask)
-    if arrives_last(arrivals_ptr + block, PARTS):
-        logits = tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
-        for each in tl.static_range(1, PARTS):
-            logits += tl.load(ptrs + each * size, mask=mask, other=0.0, cache_modifier=".cg")
-        if matrix_bias_ptr is not None:
-            bias = tl.load(matrix_bias_ptr + experts, mask=experts < E, other=0.0)
-            logits += bias.to(tl.float32)[None, :]
-        # Rounded where a linear rounds.
-        logits = logits.to(matrix_ptr.dtype.element_ty).to(tl.float32)
-        _choose(
-            ids_ptr,
-            weights_ptr,
-            rows,
-            row_mask,
-            tl.where((experts < E)[None, :], logits, float("-inf")),
             bias_ptr,
             slots_ptr,
             scale,
@@ -434,46 +334,6 @@ def route(
         BLOCK_H=block_h,
         **few.squares_options(squares),
         **constants,
-    )
-    return ids, weights
-
-
-def route_together(
-    x: Tensor,
-    matrix: Tensor,
-    matrix_bias: Tensor | None,
-    routing: Routing,
-    bias: Tensor | None,
-    slots: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """See :func:`engine_core.kernels.route`, for more tokens; x has the matrix's dtype."""
-    tokens, hidden = x.shape
-    num_experts, parts = len(matrix), sizes.ROUTER_PARTS
-    ids, weights, constants = _choice(tokens, num_experts, routing, x.device)
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    blocks = triton.cdiv(tokens, 16)
-    _route_together_kernel[(parts, blocks)](
-        ids,
-        weights,
-        torch.empty((parts, tokens, num_experts), dtype=torch.float32, device=x.device),
-        arrival_counts(x.device, blocks),
-        x,
-        matrix,
-        matrix_bias,
-        bias,
-        slots,
-        tokens,
-        x.stride(0),
-        routing.scale,
-        hidden,
-        BLOCK_M=16,
-        BLOCK_H=64,
-        PARTS=parts,
-        STAGES=4 if x.itemsize == 2 else 1,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        # Products are of 16 columns at least.
-        **constants | {"num_warps": 4, "BLOCK_E": max(16, constants["BLOCK_E"])},
     )
     return ids, weights
 
