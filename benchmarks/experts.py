@@ -1,7 +1,7 @@
 """Time experts of Qwen3-30B-A3B's shape on a GPU, a layer or the whole model, beside floors.
 
     python benchmarks/experts.py [layer] [model] [transformers] [--rows 1 32 256]
-        [--no-fp8] [--without few route early] [--gate-tile 2 1024 3] [--down-tile 4 4096 4 1024]
+        [--no-fp8] [--without few route early] [--gate-tile 4 512 5] [--down-tile 4 4096 4]
 
 Weights and routing are random. ``--without`` leaves parts out, to see what they save: the products
 of few tokens without groups, the router as one kernel, and launches before the kernel ahead ends.
@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("--no-fp8", action="store_true", help="layers of bfloat16 alone")
     parser.add_argument("--without", nargs="*", default=[], choices=["few", "route", "early"])
     parser.add_argument("--gate-tile", type=int, nargs=3, default=kernels.few.GATE_TILE)
-    parser.add_argument("--down-tile", type=int, nargs=4, default=kernels.few.DOWN_TILE)
+    parser.add_argument("--down-tile", type=int, nargs=3, default=kernels.few.DOWN_TILE)
     options = parser.parse_args()
     torch.manual_seed(0)
     leave_out(options.without)

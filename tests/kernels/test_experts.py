@@ -144,7 +144,7 @@ def test_experts_are_those_of_the_reference(
 def few(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """With fewer and wider programs, for the interpreter."""
     monkeypatch.setattr(kernels.few, "GATE_TILE", (16, 128, 3))
-    monkeypatch.setattr(kernels.few, "DOWN_TILE", (16, 16 * 8 * 256, 3, 1024))
+    monkeypatch.setattr(kernels.few, "DOWN_TILE", (16, 16 * 8 * 256, 3))
     return kernels.few
 
 

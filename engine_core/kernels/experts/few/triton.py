@@ -12,23 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from engine_core.kernels.activation.triton import activated
-from engine_core.kernels.launch.triton import (
-    FIRST_WAVE,
-    launch_dependents,
-    pdl_options,
-    prefetch_l2,
-    wait,
-)
+from engine_core.kernels.launch.triton import launch_dependents, pdl_options, wait
 from engine_core.kernels.linear import Activation, DeferredRMSNorm
 from engine_core.kernels.linear.epilogues.triton import Activated, Added, place_of
 from engine_core.kernels.linear.reference import taken_apart
 from engine_core.kernels.linear.tiles import Tile
 
 # Of the first product: columns of a program, the columns of x that it multiplies by at a time, and
-# tiles in flight. Of the second: columns of a program, numbers of a tile of all places, tiles, and
-# columns behind the first tile that are brought to the L2 cache while the first product runs.
-GATE_TILE = (2, 1024, 3)
-DOWN_TILE = (4, 4096, 4, 1024)
+# tiles in flight. Of the second: columns of a program, numbers of a tile of all places, and tiles.
+GATE_TILE = (4, 512, 5)
+DOWN_TILE = (4, 4096, 4)
 
 
 @triton.jit
@@ -127,14 +120,12 @@ def _down_kernel(
     E,
     N,
     K,
-    prefetch_part,
     TOP_K: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFETCH_PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCK_N columns of a token's sum, of ``x [tokens * TOP_K, K]``, for the epilogue."""
@@ -154,13 +145,6 @@ def _down_kernel(
     x_ptrs = x_ptr + pairs.to(tl.int64)[:, None, None] * K + places[None, None, :]
     # The first tile waits for x in registers.
     w = _load_tile(w_ptrs, there, places, K, EVEN_K)
-    if PREFETCH_PARTS and PDL and tile + row * tl.num_programs(0) < FIRST_WAVE:
-        # The rest comes nearer, in the time in which the first product ends and this one begins.
-        starts = BLOCK_K + tl.arange(0, PREFETCH_PARTS) * prefetch_part
-        columns = tl.minimum(K - starts, prefetch_part)[None, None, :]
-        sizes = columns * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        rows = weight_ptr + w_rows[:, :, None] * K + starts[None, None, :]
-        prefetch_l2(rows, tl.where(there, tl.broadcast_to(sizes, rows.shape), 0))
     wait(PDL)
     asked = epilogue.ask(epilogue, place)
     acc = w.to(tl.float32) * _load_tile(x_ptrs, there, places, K, EVEN_K).to(tl.float32)
@@ -206,27 +190,21 @@ def run_experts(
         **squares_options(squares),
         **pdl_options(device),
     )
-    block_n, numbers, stages, prefetch = DOWN_TILE
+    block_n, numbers, stages = DOWN_TILE
     block_p = triton.next_power_of_2(top_k)
     block_k = _step(inter, numbers // (block_p * block_n))
-    prefetch = min(prefetch, inter - block_k)
-    # One request a thread, of multiples of 16 bytes.
-    whole = inter % 8 == 0 and down.data_ptr() % 16 == 0
-    parts = max(1, 32 * 4 // (block_p * block_n)) if whole and prefetch > 0 else 0
     epilogue: Activated | Added = Activated.of(values, hidden)
     if added is not None:
         residual, norm_weight, offset = added
         epilogue = Added.of(residual, norm_weight, Tile(block_n, block_k), offset)
     _down_kernel[(triton.cdiv(hidden, block_n), tokens)](
         *(epilogue, between, down, weights, ids, num_experts, hidden, inter),
-        triton.cdiv(prefetch, 8 * parts) * 8 if parts else 0,
         TOP_K=top_k,
         BLOCK_P=block_p,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         EVEN_K=inter % block_k == 0,
         STAGES=stages,
-        PREFETCH_PARTS=parts,
         num_warps=4,
         **pdl_options(device),
     )
