@@ -1,7 +1,7 @@
 """Time experts of Qwen3-30B-A3B's shape on a GPU, a layer or the whole model, beside floors.
 
     python benchmarks/experts.py [layer] [model] [transformers] [--rows 1 32 256]
-        [--no-fp8] [--without few route early] [--gate-tile 4 512 5] [--down-tile 4 4096 4]
+        [--no-fp8] [--without few route early] [--gate-tile 4 512 5] [--down-tile 2 4096 4]
 
 Weights and routing are random. ``--without`` leaves parts out, to see what they save: the products
 of few tokens without groups, the router as one kernel, and launches before the kernel ahead ends.

@@ -10,7 +10,7 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
 - ``attention=64,2,3,2``: the fields of ``kernels.attention.decode._Tile`` in their order.
 - ``experts=32,64,128,4,3``: the tile of experts whose pairs are grouped, as ``_tiles`` of
   ``kernels.experts.triton`` gives it.
-- ``gate=4,512,5``, ``down=4,4096,4``: ``GATE_TILE`` and ``DOWN_TILE`` of ``kernels.experts.few``.
+- ``gate=4,512,5``, ``down=2,4096,4``: ``GATE_TILE`` and ``DOWN_TILE`` of ``kernels.experts.few``.
 - ``stretch=1.1``: how many times the mean a row is as long that is split where splits are rare.
 - ``deferred=64``: the norms of more tokens divide, whatever the linears around them.
 - ``4096x14336.prefetch=8192``: that field of the tile that such linears have.

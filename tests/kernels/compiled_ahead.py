@@ -145,7 +145,7 @@ def compile_sampling(found: list[Any]) -> bool:
     Programs that read all logits exchange nothing before their end.
     """
     begin = len(found)
-    for rows, vocab, adjusted in ((1, 151936, False), (64, 128256, True), (1, 1, True)):
+    for rows, vocab, adjusted in ((1, 151936, False), (64, 128256, True), (1, 3, True)):
         logits = torch.zeros(rows, vocab).bfloat16()
         places = torch.zeros(rows, dtype=torch.int64)
         adjustments = None

@@ -57,7 +57,8 @@ def test_the_tokens_are_those_of_the_definition(
     op: Any, device: str, dtype: torch.dtype, adjusted: bool
 ) -> None:
     compared = turned = 0
-    for vocab in VOCABS:
+    # On a GPU Triton 3.6 compiles no kernel for a vocabulary of one token.
+    for vocab in VOCABS if device == "cpu" else VOCABS[1:]:
         batch = make_sampling(9, vocab, dtype, seed=vocab + 2, adjusted=adjusted)
         counts = check_sampling(batch, op, device)
         compared += counts[0]

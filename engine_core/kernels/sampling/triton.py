@@ -874,7 +874,8 @@ def _draw(logits, kept, others, u, num_blocks, BLOCK: tl.constexpr, CHUNK: tl.co
     return tl.min(tl.where(beyond, cols, rows.vocab - 1), axis=0)
 
 
-@triton.jit
+# Triton 3.6 does not compile it for one block that it knows ahead.
+@triton.jit(do_not_specialize=["num_blocks"])
 def _settle_kernel(
     rows,
     chosen,

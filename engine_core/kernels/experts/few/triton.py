@@ -21,7 +21,7 @@ from engine_core.kernels.linear.tiles import Tile
 # Of the first product: columns of a program, the columns of x that it multiplies by at a time, and
 # tiles in flight. Of the second: columns of a program, numbers of a tile of all places, and tiles.
 GATE_TILE = (4, 512, 5)
-DOWN_TILE = (4, 4096, 4)
+DOWN_TILE = (2, 4096, 4)
 
 
 @triton.jit
