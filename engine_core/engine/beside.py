@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import pickle
 import subprocess
@@ -10,6 +12,7 @@ import threading
 import warnings
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -17,16 +20,19 @@ from engine_core import own_process
 from engine_core.configs import EngineConfig
 from engine_core.engine.startup import Opened
 from engine_core.kernels import GPU, gpu_of
+from engine_core.plugin_code import described
 from engine_core.runtime.compiles import NOBODY, CompileProcess, Compiles, Forked
+
+logger = logging.getLogger(__name__)
 
 _MOST_PROCESSES = 32
 _MAIN = """
 import os, sys
+events = os.dup(1)
+os.dup2(2, 1)  # a model's code may print
 from engine_core import own_process
 own_process.die_with(int(sys.argv[1]))
 from engine_core.engine.rehearsal import live
-events = os.dup(1)
-os.dup2(2, 1)  # a model's code may print
 live(0, events)
 """
 
@@ -53,8 +59,17 @@ class Rehearsal:
 def compile_beside(opened: Opened) -> Compiles:
     """Have other processes compile what a start on a GPU will launch, unless it was before.
 
-    Nobody does where that is off, where nothing is captured, and for several ranks.
+    Nobody does where that is off, where nothing is captured, and for several ranks. No start fails
+    by this: whatever goes wrong is a line of the log.
     """
+    try:
+        return _begin(opened)
+    except Exception as error:
+        logger.info("kernels are not compiled ahead: %s", described(error))
+        return NOBODY
+
+
+def _begin(opened: Opened) -> Compiles:
     source, config = opened.source, opened.config
     if (
         source.device.type != "cuda"
@@ -67,15 +82,20 @@ def compile_beside(opened: Opened) -> Compiles:
         or (gpu := gpu_of(source.device)) is None
     ):
         return NOBODY
+    from triton import knobs
+
     from engine_core.engine import kept_kernels
 
+    if knobs.runtime.interpret:
+        return NOBODY
     made_for = kept_kernels.made_for(source, config, gpu)
     if kept_kernels.are_kept(made_for):
         return NOBODY
     processes = config.compile_processes or min(_MOST_PROCESSES, usable_cores())
-    compiles = _fork() if threading.active_count() == 1 else _spawn()
     memory = torch.cuda.mem_get_info(source.device)
-    compiles.send(pickle.dumps(Rehearsal(source.name, config, gpu, memory, processes)))
+    task = pickle.dumps(Rehearsal(source.name, config, gpu, memory, processes))
+    compiles = _fork() if threading.active_count() == 1 else _spawn()
+    compiles.send(task)
     return compiles
 
 
@@ -130,8 +150,23 @@ def _spawn() -> CompileProcess:
     return CompileProcess(process, process.stdin, process.stdout)
 
 
-def usable_cores() -> int:
-    """Cores that this process may use."""
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may use, rounded up where a container has a part of their time."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return max(1, math.ceil(min(cores, _quota(cgroup))))
+
+
+def _quota(cgroup: Path) -> float:
+    """How many cores' time the control group may take; infinite if nothing says so."""
+    first = cgroup / "cpu"
+    for files in ([cgroup / "cpu.max"], [first / "cpu.cfs_quota_us", first / "cpu.cfs_period_us"]):
+        try:  # in microseconds; -1 or "max" for no limit
+            quota, period = map(int, " ".join(file.read_text() for file in files).split())
+            if quota > 0:
+                return quota / period
+        except (OSError, ValueError, ZeroDivisionError):
+            continue
+    return math.inf

@@ -16,6 +16,10 @@ from engine_core.runtime.capture import Capturer
 
 logger = logging.getLogger(__name__)
 
+# Seconds without an event after which a process is taken to be stuck. The slowest kernel takes some
+# 15 seconds, and more where several share a core.
+_SILENCE = 180.0
+
 
 class Compiles:
     """Kernels of captured steps that somebody else compiles; here nobody does.
@@ -95,14 +99,25 @@ class CompileProcess(Compiles):
     ``kernels`` that it needs; ``compiled`` names one of these; ``ended`` or ``failed`` is the last.
     """
 
-    def __init__(self, process: Child, stdin: IO[bytes], stdout: IO[bytes]) -> None:
-        """Read what the process writes to ``stdout``; ``stdin`` is for :meth:`send`."""
+    def __init__(
+        self,
+        process: Child,
+        stdin: IO[bytes],
+        stdout: IO[bytes],
+        silence: float = _SILENCE,
+    ) -> None:
+        """Read what the process writes to ``stdout``; ``stdin`` is for :meth:`send`.
+
+        Who waits for it ends it after ``silence`` seconds without an event: a model's code may do
+        anything there.
+        """
         self._changed = threading.Condition()
         self._kernels: dict[str, list[str]] = {}
         self._compiled: set[str] = set()
         self._ended: dict[str, Any] | None = None
         self._closed = False
-        self._begin = time.monotonic()
+        self._begin = self._heard = time.monotonic()
+        self._silence = silence
         self._process, self._stdin = process, stdin
         threading.Thread(target=self._read, args=(stdout,), name="compiles", daemon=True).start()
 
@@ -115,11 +130,18 @@ class CompileProcess(Compiles):
     def ready(self, step: Any, seconds: float = 0.0) -> bool:
         """See :class:`Compiles`."""
         name = name_of(step)
+        until = time.monotonic() + seconds
         with self._changed:
-            if seconds <= 0:
-                return self._is_ready(name)
-            timeout = None if seconds == float("inf") else seconds
-            return self._changed.wait_for(lambda: self._is_ready(name), timeout)
+            while not self._is_ready(name):
+                now = time.monotonic()
+                patience = self._heard + self._silence - now
+                if patience <= 0:
+                    self._give_up()
+                elif now >= until:
+                    return False
+                else:
+                    self._changed.wait(min(until - now, patience))
+        return True
 
     def close(self) -> None:
         """See :class:`Compiles`."""
@@ -133,12 +155,21 @@ class CompileProcess(Compiles):
         kernels = self._kernels.get(name)
         return kernels is not None and self._compiled.issuperset(kernels)
 
+    def _give_up(self) -> None:
+        logger.warning(
+            "kernels are not compiled ahead any more: their process was silent for %.0f s",
+            self._silence,
+        )
+        self._ended, self._closed = {}, True
+        self._process.kill()
+
     def _read(self, stdout: IO[bytes]) -> None:
         ended: dict[str, Any] = {}
         try:
             for line in stdout:
                 event = json.loads(line)
                 with self._changed:
+                    self._heard = time.monotonic()
                     if "recorded" in event:
                         self._kernels[event["recorded"]] = event["kernels"]
                     elif "compiled" in event:
@@ -146,7 +177,7 @@ class CompileProcess(Compiles):
                     else:
                         ended = event
                     self._changed.notify_all()
-        except (OSError, ValueError) as error:
+        except Exception as error:  # whatever the process wrote
             ended = {"failed": f"{type(error).__name__}: {error}"}
         stdout.close()
         self._process.wait()

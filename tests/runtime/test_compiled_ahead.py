@@ -11,13 +11,17 @@ import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from engine_core import EngineConfig
 from engine_core.engine import kept_kernels
-from engine_core.runtime.compiles import CompileProcess, name_of
+from engine_core.engine.beside import compile_beside, usable_cores
+from engine_core.runtime.compiles import NOBODY, CompileProcess, name_of
 from engine_core.runtime.step_batch import GraphKey
 
 
@@ -47,7 +51,7 @@ def test_what_processes_compiled_is_found_by_launches(tmp_path: Path) -> None:
     assert (again["compiled"], again["hits"]) == ([], [True, True, True])
 
 
-def scripted(*events: dict[str, object], end: str = "") -> tuple[CompileProcess, Path]:
+def scripted(*events: object, end: str = "", silence: float = 60.0) -> tuple[CompileProcess, Path]:
     """A process that writes these events, each once there is a line more in what it was sent."""
     code = (
         "import sys\n"
@@ -64,7 +68,7 @@ def scripted(*events: dict[str, object], end: str = "") -> tuple[CompileProcess,
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    compiles = CompileProcess(process, process.stdin, process.stdout)
+    compiles = CompileProcess(process, process.stdin, process.stdout, silence)
     compiles.send(b"all")
     return compiles, folder
 
@@ -101,6 +105,57 @@ def test_nobody_waits_for_a_process_that_died(caplog: pytest.LogCaptureFixture) 
     compiles.wait(STEP)
     compiles.close()
     assert "not compiled ahead any more: the process ended" in caplog.text
+
+
+def test_nobody_waits_for_a_process_that_is_stuck(caplog: pytest.LogCaptureFixture) -> None:
+    compiles, _ = scripted({"recorded": name_of(STEP), "kernels": ["a"]}, silence=0.2)
+    assert not compiles.ready(STEP)
+    assert compiles.ready(STEP, 10.0)
+    compiles.close()  # returns, so the process has ended
+    (record,) = caplog.records
+    assert "their process was silent" in record.message
+
+
+def test_a_process_that_writes_something_else_is_not_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    compiles, folder = scripted(5, silence=5.0)
+    (folder / "0").touch()
+    compiles.wait(STEP)
+    compiles.close()
+    assert "any more: TypeError" in caplog.text
+
+
+def test_no_start_fails_by_what_compiles_ahead(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    source = SimpleNamespace(
+        device=torch.device("cuda"), model_config=SimpleNamespace(pooling=None), state_known=True
+    )
+    opened: Any = SimpleNamespace(source=source, config=EngineConfig())
+    assert compile_beside(opened) is NOBODY  # here is no GPU, and this is no model
+    (record,) = caplog.records
+    assert record.message.startswith("kernels are not compiled ahead: ")
+
+
+@pytest.mark.parametrize(
+    ("files", "most"),
+    [
+        ({}, None),
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu.max": "100000 100000"}, 1),
+        ({"cpu.max": "30000 100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, 1),
+    ],
+)
+def test_cores_are_those_whose_time_a_container_has(
+    tmp_path: Path, files: dict[str, str], most: int | None
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{content}\n")
+    assert usable_cores(tmp_path) == (most or len(os.sched_getaffinity(0)))
 
 
 def test_an_engine_that_is_closed_ends_the_process() -> None:
