@@ -7,10 +7,12 @@ launch says which variant of a kernel it is. :func:`live` has them compiled whil
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
 import pickle
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
@@ -29,6 +31,12 @@ from engine_core.runtime.capture import Graph
 from engine_core.runtime.compiles import Compiles, name_of
 
 T = TypeVar("T")
+
+_SIGNALS = {
+    signal.SIGINT: signal.SIG_IGN,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGCHLD: signal.SIG_DFL,
+}
 
 
 class _Unplayed:
@@ -164,6 +172,10 @@ def live(given: int, told: int) -> NoReturn:
             :class:`~engine_core.runtime.compiles.CompileProcess`.
     """
     logging.disable(logging.CRITICAL)  # the engine says the same
+    # Handlers that were forked with it are the engine's or its user's. A Ctrl-C means these too.
+    for number, handler in _SIGNALS.items():
+        signal.signal(number, handler)
+    gc.freeze()  # what they dropped is not to be ended twice
     with os.fdopen(given, "rb") as file:
         task: Rehearsal = pickle.load(file)
     events = os.fdopen(told, "w", buffering=1)

@@ -7,6 +7,7 @@ Whoever launches the kernel finds it there: a variant has the key that Triton it
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import select
@@ -14,11 +15,13 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compile as compile_kernel
 from triton.compiler.compiler import make_backend
@@ -226,11 +229,14 @@ class Compilers:
         ended: list[Compiled] = []
         self._start()
         while self._running:
+            pipes = select.poll()
+            for pipe in self._running:
+                pipes.register(pipe, select.POLLIN)
             # The end of a process closes its pipe.
-            ready, _, _ = select.select(self._running, [], [], None if wait and not ended else 0)
+            ready = pipes.poll(None if wait and not ended else 0)
             if not ready:
                 break
-            ended += map(self._end, ready)
+            ended += [self._end(pipe) for pipe, _ in ready]
             self._start()
         return ended
 
@@ -255,13 +261,22 @@ class Compilers:
         while self._queue and len(self._running) < self._most:
             # A kernel in Gluon takes longest, and so begins first.
             variant = next((v for v in self._queue if v.source.fn.is_gluon()), self._queue[0])
-            self._queue.remove(variant)
-            ours, theirs = os.pipe()
             parent = os.getpid()
-            pid = os.fork()
+            pipe: tuple[int, ...] = ()
+            try:
+                ours, theirs = pipe = os.pipe()
+                pid = os.fork()
+            except OSError:  # a limit of processes, files or memory
+                for end in pipe:
+                    os.close(end)
+                if not self._running:
+                    raise
+                self._most = len(self._running)
+                return
             if pid == 0:
                 _compile_alone(variant, theirs, parent)
             os.close(theirs)
+            self._queue.remove(variant)
             self._running[ours] = (pid, variant, time.monotonic())
 
 
@@ -273,6 +288,8 @@ def _compile_alone(variant: Variant, pipe: int, parent: int) -> None:
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, 1)
         os.dup2(devnull, 2)
+        with suppress(OSError):  # a cache elsewhere, or a file system without locks
+            _lock(variant)
         variant.compile()
         status = 0
     except BaseException as error:
@@ -280,6 +297,12 @@ def _compile_alone(variant: Variant, pipe: int, parent: int) -> None:
         os.write(pipe, f"{variant.name}: {last}"[:4000].encode())
     finally:
         os._exit(status)
+
+
+def _lock(variant: Variant) -> None:
+    """Wait for other engines that compile the same, to find it in the cache."""
+    folder = os.open(Path(knobs.cache.dir) / variant.key, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)  # until the process ends
 
 
 __all__ = ["Compiled", "Compilers", "Variant", "recording", "target_of"]

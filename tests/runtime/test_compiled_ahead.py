@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +26,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 from engine_core import EngineConfig
 from engine_core.engine import kept_kernels
 from engine_core.engine.beside import compile_beside, usable_cores
+from engine_core.engine.rehearsal import live
+from engine_core.runtime.ahead import Compilers
 from engine_core.runtime.compiles import NOBODY, CompileProcess, name_of
 from engine_core.runtime.step_batch import GraphKey
 
@@ -156,6 +163,95 @@ def test_cores_are_those_whose_time_a_container_has(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"{content}\n")
     assert usable_cores(tmp_path) == (most or len(os.sched_getaffinity(0)))
+
+
+class Fake:
+    """A variant that a process compiles at once."""
+
+    cached = False
+    source = SimpleNamespace(fn=SimpleNamespace(is_gluon=lambda: False))
+
+    def __init__(self, name: str) -> None:
+        self.name = self.key = name
+
+    def compile(self) -> None:
+        assert os.environ["TRITON_CACHE_DIR"]
+
+
+def queued(*names: str) -> Compilers:
+    compilers = Compilers(2)
+    for name in names:
+        assert compilers.add(Fake(name))  # type: ignore[arg-type]
+    return compilers
+
+
+def test_with_too_few_processes_fewer_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    fork, forks, files = os.fork, 0, len(list(Path("/proc/self/fd").iterdir()))
+
+    def limited() -> int:
+        nonlocal forks
+        forks += 1
+        if forks == 2:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return fork()
+
+    monkeypatch.setattr(os, "fork", limited)
+    compilers = queued("a", "b", "c")
+    ends = []
+    while compilers.busy:
+        ends += compilers.poll(wait=True)
+    assert [end.variant.name for end in ends] == ["a", "b", "c"]
+    assert compilers.failed == []
+    assert len(list(Path("/proc/self/fd").iterdir())) == files
+    forks = 1
+    with pytest.raises(BlockingIOError):
+        queued("d").poll()
+
+
+def test_of_several_engines_one_compiles_a_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replicas start together and need the same."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    (tmp_path / "theirs").mkdir()
+    other = os.open(tmp_path / "theirs", os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    compilers = queued("theirs", "ours")
+    (end,) = compilers.poll(wait=True)
+    assert end.variant.name == "ours"
+    assert compilers.busy
+    fcntl.flock(other, fcntl.LOCK_UN)
+    (end,) = compilers.poll(wait=True)
+    assert (end.variant.name, end.error) == ("theirs", None)
+    os.close(other)
+
+
+def test_an_interrupt_is_for_the_engine() -> None:
+    """It ends what compiles, if it ends itself; its handlers of signals are not for that."""
+    task, events = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            os.close(task[1])
+            try:
+                live(task[0], events[1])
+            except EOFError:
+                os._exit(7)
+        os._exit(1)
+    os.close(task[0])
+    ignored, until = 0, time.monotonic() + 20
+    while not ignored & 1 << signal.SIGINT - 1:
+        status = Path(f"/proc/{pid}/status").read_text()
+        ignored = int(status.split("SigIgn:")[1].split()[0], 16)
+        assert time.monotonic() < until
+    os.kill(pid, signal.SIGINT)
+    os.close(task[1])
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    for file in events:
+        os.close(file)
 
 
 def test_an_engine_that_is_closed_ends_the_process() -> None:
