@@ -313,6 +313,7 @@ def test_numbers_of_ranks_that_divide_the_model_are_named() -> None:
     ("name", "expected", "gib"),
     [
         ("H100", "H100", 80),
+        ("NVIDIA H100 PCIe", "H100-PCIE", 80),
         ("h200", "H200", 141),
         ("NVIDIA A100 80GB", "A100-80GB", 80),
         ("a100-40gb", "A100-40GB", 40),
