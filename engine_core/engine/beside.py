@@ -114,9 +114,9 @@ def _fork() -> CompileProcess:
             own_process.die_with(parent)
             os.close(task[1])
             os.close(events[0])
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            for output in (1, 2):  # a model's code may print, and what fails is in an event
-                os.dup2(nowhere, output)
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            for standard in range(3):  # a model's code may print, and what fails is in an event
+                os.dup2(nowhere, standard)
             torch.set_num_threads(1)  # those of the parent's pool are not here
             from engine_core.engine.rehearsal import live
 

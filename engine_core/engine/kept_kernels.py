@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import platform
 from collections.abc import Sequence
 from functools import cache
@@ -82,9 +83,14 @@ def keep(made: MadeFor, kernels: Sequence[Variant]) -> Path:
     file = _file(made)
     file.parent.mkdir(parents=True, exist_ok=True)
     content = {"made_for": made, "kernels": [(each.name, each.key) for each in kernels]}
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1))
-    partial.replace(file)
+    # Of each process its own: replicas end at the same time.
+    partial = file.with_suffix(f".{os.getpid()}.partial")
+    try:
+        partial.write_text(json.dumps(content, indent=1))
+        partial.replace(file)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     return file
 
 
