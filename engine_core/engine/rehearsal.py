@@ -33,9 +33,9 @@ from engine_core.runtime.compiles import Compiles, name_of
 T = TypeVar("T")
 
 _SIGNALS = {
-    signal.SIGINT: signal.SIG_IGN,
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGCHLD: signal.SIG_DFL,
+    signal.SIGINT: signal.SIG_IGN,
 }
 
 
