@@ -467,7 +467,7 @@ def _bounds_kernel(
 
 
 class _Bounds(NamedTuple):
-    """What the third launch does with the logits of a row.
+    """Arguments of the third launch for the logits of a row.
 
     Attributes:
         lower: from which on they are gathered.
