@@ -211,7 +211,11 @@ def live(given: int, told: int) -> NoReturn:
         with suppress(BrokenPipeError):
             while compilers.busy:
                 compiled(wait=True)
-            tell(failed=described(error))
+            # Not that it could not be captured, with advice: the engine will capture it.
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            tell(failed=described(cause))
     finally:
         with suppress(BrokenPipeError):
             events.close()
