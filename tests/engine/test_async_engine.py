@@ -46,6 +46,7 @@ from engine_core.errors import (
     TokenizerError,
     WeightsMismatchError,
 )
+from engine_core.runtime.compiles import NOBODY
 from engine_core.steps import EngineStats, TokenUpdates
 
 MODEL = str(GOLDEN / "llama-gqa")
@@ -826,7 +827,7 @@ IDLE = process._IDLE_SECONDS
 
 def run_core(channel: ScriptedLinks, core: FakeCore) -> None:
     with contextlib.closing(channel), pytest.raises(EOFError):
-        process._run(channel, cast(Any, core))
+        process._run(channel, cast(Any, core), NOBODY)
 
 
 def test_an_idle_core_captures_all_there_is_and_then_waits_without_end() -> None:
