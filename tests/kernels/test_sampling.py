@@ -137,6 +137,20 @@ def test_what_lies_just_below_the_kept_set_is_not_in_it(
     assert set(tokens.tolist()) == {100, 101, 102}
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numbers", [{"top_k": 3}, {"top_p": 0.9}, {"top_k": 3, "top_p": 0.9}])
+def test_the_largest_of_negative_logits_is_drawn_however_far_apart_they_are(
+    op: Any, device: str, dtype: torch.dtype, numbers: dict[str, float]
+) -> None:
+    """All that weighs anything lies between two neighbouring logits of 16 bits."""
+    batch = of_equal_logits(2, 1100, temperature=0.001, **numbers)
+    logits = torch.full_like(batch.logits, -67.0)
+    logits[0, 123], logits[1, 1099] = -64.0, -65.0
+    tokens, _ = replace(batch, logits=logits.to(dtype)).on(device).run(op)
+    assert tokens.tolist() == [123, 1099]
+
+
 @pytest.mark.parametrize("way", ["sampled"])
 @pytest.mark.parametrize("deviation", [0.5, 4.0], ids=["even", "peaked"])
 def test_a_sample_bounds_the_least_kept_logit(

@@ -54,6 +54,8 @@ _MISSING: tl.constexpr = tl.constexpr(8.0)
 _FEWEST: tl.constexpr = tl.constexpr(16.0)
 # Most tokens that are gathered, and the logits that need no sample.
 _MOST_CANDIDATES = 16384
+# The entry of a candidate whose logit is -inf, which weighs nothing.
+_NO_CANDIDATE: tl.constexpr = tl.constexpr(-(0x800000 << 32))
 # Logits that the narrowing program reads at once, of those gathered or of all, and its warps.
 _CHUNK = 1024
 _WHOLE_CHUNK = 1024
@@ -167,6 +169,16 @@ def _key(x):
 def _value(key):
     """The float32 of a key."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _least_key(x, shift):
+    """The least key, without its unused low bits, of a logit that is ``x`` or more."""
+    key = _key(x)
+    # Below 0 these bits of a logit's key are ones: all keys that are cut to the same are at most
+    # the logit's. From 0 up they are zeros.
+    rest = tl.where(key < 0, 0, (tl.full((), 1, tl.int32) << shift) - 1)
+    return (key + rest) >> shift
 
 
 @triton.jit
@@ -686,7 +698,7 @@ def _load_chunk(logits, start, CHUNK: tl.constexpr):
     ids = start + tl.arange(0, CHUNK)
     mask = ids < logits.size
     if logits.candidates is not None:
-        entries = tl.load(logits.candidates + ids, mask=mask, other=0)
+        entries = tl.load(logits.candidates + ids, mask=mask, other=_NO_CANDIDATE)
         x = (entries >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         ids = entries.to(tl.int32)
     else:
@@ -925,14 +937,13 @@ def _settle_kernel(
             upper = tl.load(bounds_ptr + 1)
             floor = tl.load(bounds_ptr + 2)
             weighed_blocks = tl.where(upper < float("inf"), num_blocks, 0)
-            # Rounded up: between two logits of 16 bits a bound stands for the upper one.
-            rest = (tl.full((), 1, tl.int32) << shift) - 1
+            # Between two logits of 16 bits a bound stands for the upper one.
             end = (_key(peak) >> shift) + 1
             if is_listed:
                 top_p = tl.load(numbers_ptr + 2)
-                upper_key = tl.minimum((_key(upper) + rest) >> shift, end)
+                upper_key = tl.minimum(_least_key(upper, shift), end)
                 above = _Bound(upper_key, above_count, above_mass)
-                low = _all_above(few, (_key(lower) + rest) >> shift, above, CHUNK)
+                low = _all_above(few, _least_key(lower, shift), above, CHUNK)
                 if kind == _LIMITED:
                     top_k = tl.load(numbers_ptr + 1)
                     # Of those below the floor none can be drawn.
@@ -949,7 +960,7 @@ def _settle_kernel(
             if is_listed == 0:
                 # Rare: as many equal logits as are not gathered, or an unlucky sample.
                 none_above = _Bound(end, tl.zeros_like(above_count), tl.zeros_like(above_mass))
-                all_above = _all_above(many, (_key(floor) + rest) >> shift, none_above, WHOLE_CHUNK)
+                all_above = _all_above(many, _least_key(floor, shift), none_above, WHOLE_CHUNK)
                 low_key, high_key, last = _keep(
                     many, kind, all_above, none_above, total, numbers_ptr, WHOLE_CHUNK
                 )
