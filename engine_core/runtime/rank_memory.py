@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import socket
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 # Bytes that ranks exchange at a time; larger sums go on with the same buffers. So these stay in the
 # GPU's cache of 50 MB. Each program has room for four rows of 8 KB.
 _CAPACITY = 8 << 20
+# CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the driver.
+_NATIVE_ATOMICS = 3
 # Two ranks on one GPU, as tests have them; torch reads it too.
 _SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
@@ -83,7 +86,7 @@ def _place(device: torch.device) -> tuple[str, str]:
 def _check_together(
     places: list[tuple[str, str]], device: torch.device, agreement: Agreement
 ) -> None:
-    """Refuse ranks of several machines, and GPUs that cannot read each other's memory."""
+    """Refuse ranks of several machines, and GPUs that cannot reach each other's memory."""
 
     def check() -> None:
         machine, own = places[agreement.rank]
@@ -103,8 +106,27 @@ def _check_together(
                 raise RuntimeError(f"the GPU of rank {rank} is not visible to this process")
             elif not torch.cuda.can_device_access_peer(device, numbers[other]):
                 raise RuntimeError(f"its GPU cannot read that of rank {rank}")
+            elif not _carries_atomics(numbers[own], numbers[other]):
+                raise RuntimeError(
+                    f"its link to the GPU of rank {rank} carries no atomic operations"
+                )
 
     agreed(agreement, check)
+
+
+def _carries_atomics(own: int, other: int) -> bool:
+    """Whether a GPU's atomic operations reach another's memory; also if the driver does not say.
+
+    Flags are told by them. NVLink carries them, and PCIe as a rule does not, though reads and
+    writes go over it.
+    """
+    able = ctypes.c_int(1)
+    try:
+        ask = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute
+    except (OSError, AttributeError):
+        return True
+    failed = ask(ctypes.byref(able), _NATIVE_ATOMICS, own, other)
+    return bool(failed) or able.value != 0
 
 
 def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:

@@ -124,24 +124,44 @@ class Told(Agreement):
         return [mine, self.words.pop(0)]
 
 
+def without_atomics(driver: str) -> Any:
+    """NVIDIA's driver, of two GPUs whose link carries reads and writes alone."""
+    assert driver == "libcuda.so.1"
+
+    def ask(answer: Any, attribute: int, own: int, other: int) -> int:
+        assert (attribute, own, other) == (3, 0, 1)
+        answer._obj.value = 0
+        return 0
+
+    return SimpleNamespace(cuDeviceGetP2PAttribute=ask)
+
+
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("words", "reads", "why"),
     [
         (
             [("RuntimeError: triton is not installed", False)],
+            False,
             "rank 1: RuntimeError: triton is not",
         ),
         (
             [None, ("elsewhere", "GPU-b"), None],
+            False,
             "rank 0: RuntimeError: rank 1 is on another machine",
         ),
-        ([None, ("here", "GPU-a"), None], "rank 0: RuntimeError: rank 1 is on the same GPU"),
-        ([None, ("here", "GPU-c"), None], "the GPU of rank 1 is not visible to this process"),
-        ([None, ("here", "GPU-b"), None], "its GPU cannot read that of rank 1"),
+        ([None, ("here", "GPU-a"), None], False, "rank 0: RuntimeError: rank 1 is on the same GPU"),
+        ([None, ("here", "GPU-c"), None], True, "the GPU of rank 1 is not visible to this process"),
+        ([None, ("here", "GPU-b"), None], False, "its GPU cannot read that of rank 1"),
+        (
+            [None, ("here", "GPU-b"), None],
+            True,
+            "its link to the GPU of rank 1 carries no atomic operations",
+        ),
     ],
 )
 def test_without_memory_of_all_ranks_a_line_says_why(
     words: list[Any],
+    reads: bool,
     why: str,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -151,7 +171,8 @@ def test_without_memory_of_all_ranks_a_line_says_why(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     uuids = [SimpleNamespace(uuid="GPU-a"), SimpleNamespace(uuid="GPU-b")]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: uuids[number])
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: False)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: reads)
+    monkeypatch.setattr("ctypes.CDLL", without_atomics)
     with caplog.at_level(logging.INFO):
         assert share_memory(Told(*words), None, torch.device("cuda", 0)) is None
     (record,) = caplog.records
