@@ -175,7 +175,7 @@ def test_a_sample_bounds_the_least_kept_logit(
     monkeypatch.setattr(triton, "_MOST_CANDIDATES", 6000)
     if device == "cpu":  # no range can be so long, and the compiler would say so ahead
         monkeypatch.setattr(triton, "_WHOLE_CHUNK", 3)
-    batch = of_equal_logits(9, 20000)
+    batch = of_equal_logits(11, 20000)
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(batch.logits.shape, generator=generator) * deviation
     numbers = batch.state.numbers
@@ -183,6 +183,8 @@ def test_a_sample_bounds_the_least_kept_logit(
         numbers[row, 2] = top_p
     for row, top_k in enumerate((1, 40, 3000, 15000), start=5):
         numbers[row, 1] = top_k
+    for row, top_p in enumerate((0.5, 0.999), start=9):
+        numbers[row, 1], numbers[row, 2] = 3000, top_p
     numbers[3, 3] = 0.02
     _, turned = check_sampling(replace(batch, logits=logits.bfloat16()), op, device)
     assert turned <= 1

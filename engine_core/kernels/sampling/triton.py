@@ -471,7 +471,9 @@ def _bounds_kernel(
                 high = tl.where(is_higher, high, pivot)
             lower = _value(tl.sum(tl.where(is_upper, 0, low), axis=0))
             last = tl.sum(tl.where(is_upper, sure, 0), axis=0)
-            upper = tl.where(last < end, _value(last), upper)
+            # A top-p beside a top-k is a share of what that keeps, all of which must be gathered.
+            has_both = (kind == _LIMITED) & (tl.load(numbers_ptr + 2) < 1)
+            upper = tl.where((last < end) & (has_both == 0), _value(last), upper)
         bounds_ptr = found.bounds + place * 3
         tl.store(bounds_ptr, lower)
         tl.store(bounds_ptr + 1, upper)
@@ -940,7 +942,6 @@ def _settle_kernel(
             # Between two logits of 16 bits a bound stands for the upper one.
             end = (_key(peak) >> shift) + 1
             if is_listed:
-                top_p = tl.load(numbers_ptr + 2)
                 upper_key = tl.minimum(_least_key(upper, shift), end)
                 above = _Bound(upper_key, above_count, above_mass)
                 low = _all_above(few, _least_key(lower, shift), above, CHUNK)
@@ -949,9 +950,8 @@ def _settle_kernel(
                     # Of those below the floor none can be drawn.
                     is_listed = (low.count >= top_k) | (lower <= floor)
                     is_listed = is_listed & (above_count < top_k)
-                    is_listed = is_listed & ((top_p >= 1) | (above_count == 0))
                 else:
-                    needed = _share(top_p, total)
+                    needed = _share(tl.load(numbers_ptr + 2), total)
                     is_listed = (above_mass < needed) & (needed <= low.mass)
                 if is_listed:
                     low_key, high_key, last = _keep(
