@@ -171,6 +171,11 @@ def test_operations_give_the_rows_of_their_numbers(pairs: bool) -> None:
         rms_norm_codes(x, weight, 1e-5, form, residual=residual[:1])
 
 
+def test_no_rows_have_no_codes() -> None:
+    coded = CodedRows.of(torch.zeros(2, 0, 256, dtype=torch.bfloat16), RowForm(pairs=True))
+    assert coded.numbers().shape == (2, 0, 256)
+
+
 def test_a_product_of_rows_in_codes() -> None:
     weight = Fp8Weight.quantized(torch.randn(32, 256))
     coded = CodedRows.of(torch.randn(3, 4, 256), weight.row_form)

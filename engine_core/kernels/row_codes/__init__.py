@@ -89,7 +89,9 @@ class CodedRows:
         """``[..., K]``, multiplied in float32 and rounded once."""
         codes = self.codes.view(-1, self.shape[-1])
         if self.pairs:
-            halves = codes.view(torch.uint8).view(len(codes), -1, BLOCK // 2, 2)
+            halves = codes.view(torch.uint8).view(
+                len(codes), codes.shape[1] // BLOCK, BLOCK // 2, 2
+            )
             codes = halves.transpose(2, 3).reshape(codes.shape).view(FP8)
         return (codes.float() * self.scales.unsqueeze(1)).to(self.dtype).view(self.shape)
 
@@ -105,7 +107,7 @@ def paired(codes: Tensor) -> Tensor:
     A product takes pairs of codes out of a register by few instructions then, and needs the rows
     that it multiplies in runs of 64.
     """
-    halves = codes.view(torch.uint8).view(len(codes), -1, 2, BLOCK // 2)
+    halves = codes.view(torch.uint8).view(len(codes), codes.shape[1] // BLOCK, 2, BLOCK // 2)
     return halves.transpose(2, 3).reshape(codes.shape).view(FP8)
 
 
