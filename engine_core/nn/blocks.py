@@ -49,7 +49,7 @@ class Branch(Module):
 
     Its ``forward`` takes, after its own arguments, ``*then``: an epilogue of the last linear and
     the epilogue's operands, whose result it then returns. A subclass whose ``forward`` has no
-    ``*then`` is run without.
+    ``*then`` is run without, and gets numbers: never a norm without its division, or codes.
     """
 
     # Of the first linear; made when it is first asked for: a subclass may have parts of its own.
@@ -384,7 +384,7 @@ class _Joint:
         settled: bool,
     ) -> _Joint:
         """The joint of two branches; ``needs_norm`` if more than the second reads the norm."""
-        asks = "then" in inspect.signature(branch.forward).parameters
+        asks = _takes_then(branch)
         joint = cls(add, asks, None, None)
         if not settled:
             return joint._without("it is not settled where the layer runs")
@@ -394,6 +394,8 @@ class _Joint:
             joint = replace(joint, asks=_ever_fuses(before, add, gpu))
         if not isinstance(following, Branch):
             return joint._without("the next branch does not say what its linears are")
+        if not _takes_then(following):
+            return joint._without("the next branch has a forward of its own")
         if needs_norm:
             return joint._without("the residual is what the norm gives")
         first, epilogue, _ = following.ends()
@@ -436,6 +438,11 @@ class _Joint:
             return add.follow(branch(*inputs), residual)
         normed, total = branch(*inputs, add, residual, owned)
         return normed, total
+
+
+def _takes_then(branch: nn.Module) -> bool:
+    """Whether a branch's ``forward`` is one as :class:`Branch` describes."""
+    return "then" in inspect.signature(branch.forward).parameters
 
 
 # What fuses nothing for any of these rows is not asked in a step.

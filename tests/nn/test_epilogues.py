@@ -413,6 +413,35 @@ def test_a_layer_with_a_forward_of_its_own_is_not_linked() -> None:
     assert run(layers, 3).isfinite().all()
 
 
+class OwnMLP(GatedMLP):
+    """Takes numbers alone, and so do the next ones."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        out: Tensor = super().forward(x * 1)
+        return out
+
+
+class OwnExperts(SparseMoE):
+    def forward(self, x: Tensor, attn_metadata: Any = None) -> Tensor:  # type: ignore[override]
+        out: Tensor = super().forward(x * 1, attn_metadata)
+        return out
+
+
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize(("family", "kind"), [("llama", OwnMLP), ("experts", OwnExperts)])
+def test_a_branch_with_a_forward_of_its_own_gets_numbers(
+    family: str, kind: type[nn.Module]
+) -> None:
+    layers, expected = stack(family), run(stack(family), 1)
+    for layer in layers:
+        layer.mlp.__class__ = kind
+    link_layers(layers)
+    agree(nn.ModuleList(layers), torch.device("cpu"))
+    torch.testing.assert_close(run(layers, 1), expected, atol=0.05, rtol=0.05)
+    reasons = [fusion.reason for fusion in fusions(layers[0], H200, torch.bfloat16)]
+    assert "the next branch has a forward of its own" in reasons
+
+
 class Stack(nn.Module):
     """Layers that a runner calls as a model."""
 
