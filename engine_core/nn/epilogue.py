@@ -138,6 +138,14 @@ class AddNorm(Epilogue):
         """Whether one launch can quantise the rows, too."""
         return type(self.norm).forward in (RMSNorm.forward, LayerNorm.forward)
 
+    def norm_declined(self) -> str | None:
+        """The reason why no kernel of a product ends with this norm; None if some may."""
+        if not self.makes_codes:
+            return f"{type(self.norm).__name__} is not a norm of a kernel"
+        if self.deferred and type(self.norm).forward is not RMSNorm.forward:
+            return "LayerNorm takes the mean away, which no later linear makes up for"
+        return None
+
     def plain(
         self, layer: Linear, x: Tensor | CodedRows, residual: Tensor, may_overwrite: bool
     ) -> tuple[Tensor | CodedRows, Tensor]:

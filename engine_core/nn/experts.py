@@ -33,7 +33,7 @@ from engine_core.nn.linear import (
 )
 from engine_core.nn.loading import ShapeMismatchError, empty_parameter
 from engine_core.nn.module import Module
-from engine_core.nn.norm import LayerNorm, RMSNorm
+from engine_core.nn.norm import LayerNorm
 from engine_core.nn.packing import PackedMatrix
 from engine_core.step_context import AttentionMetadata, current_build_context
 
@@ -449,12 +449,9 @@ class SparseMoE(Branch):
             return "the sum over the ranks comes before it"
         if epilogue.before is not None:
             return "the sum of experts has a norm of its own"
-        forward = type(epilogue.norm).forward
-        if forward not in (RMSNorm.forward, LayerNorm.forward):
-            return f"{type(epilogue.norm).__name__} is not a norm of a kernel"
+        if (reason := epilogue.norm_declined()) is not None:
+            return reason
         if epilogue.deferred:
-            if forward is not RMSNorm.forward:
-                return "LayerNorm takes the mean away, which no later linear makes up for"
             return None if few else "grouped experts end with the whole norm"
         return "for so few rows the norm is left to divide, or alone" if few else None
 

@@ -250,12 +250,9 @@ class UnquantizedLinearMethod(LinearMethod):
     def _declined_norm(self, layer: Linear, epilogue: AddNorm, call: Call) -> str | None:
         if epilogue.before is not None:
             return "the product has a norm of its own"
-        forward = type(epilogue.norm).forward
-        if forward not in (RMSNorm.forward, LayerNorm.forward):
-            return f"{type(epilogue.norm).__name__} is not a norm of a kernel"
+        if (reason := epilogue.norm_declined()) is not None:
+            return reason
         if epilogue.deferred:
-            if forward is not RMSNorm.forward:
-                return "LayerNorm takes the mean away, which no later linear makes up for"
             return None if self.fits(layer, call) else _NEEDS_CUBLAS
         if self.adds_residual(layer, call):
             return None

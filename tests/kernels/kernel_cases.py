@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -160,6 +161,18 @@ def make_paged(
         block_tables=tables,
         query_start=starts,
         kv_lens=torch.tensor([n for _, n in rows], dtype=torch.int32, device=device),
+    )
+
+
+def attend(paged: Paged, **options: Any) -> Tensor:
+    """Attention of a batch with a scale of 0.25, into an output that is poisoned."""
+    return kernels.paged_attention(
+        paged.q,
+        paged.k_cache,
+        paged.v_cache,
+        scale=0.25,
+        out=paged.poisoned_out(),
+        **{**paged.metadata(), **paged.sizes(), **options},
     )
 
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kernel_cases import Paged, error, make_paged
+from kernel_cases import Paged, attend, error, make_paged
 from random_examples import examples
 from torch import Tensor
 
-from engine_core.kernels import paged_attention
 from engine_core.kernels.attention import reference
 from engine_core.kernels.attention.chunk import native as chunk
 
@@ -33,19 +32,6 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     monkeypatch.setattr(chunk, "wanted", lambda: True)
     monkeypatch.setattr(chunk, "attend_chunk", spy)
     return attended
-
-
-def attend(paged: Paged, **options: Any) -> Tensor:
-    return paged_attention(
-        paged.q,
-        paged.k_cache,
-        paged.v_cache,
-        scale=0.25,
-        out=paged.poisoned_out(),
-        **paged.metadata(),
-        **paged.sizes(),
-        **options,
-    )
 
 
 def expected(paged: Paged, **options: Any) -> Tensor:

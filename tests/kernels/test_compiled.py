@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kernel_cases import TOLERANCE, Paged, error, make_paged
+from kernel_cases import TOLERANCE, Paged, attend, error, make_paged
 from random_examples import examples
 from torch import Tensor
 from transformers import LlamaConfig
@@ -27,7 +27,6 @@ from engine_core.kernels import (
     compiled,
     gelu_and_mul,
     layer_norm,
-    paged_attention,
     rms_norm,
     rotary_store,
     silu_and_mul,
@@ -141,17 +140,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[int]]:
     with monkeypatch.context() as patch:
         patch.setattr(Kernel, "run", spy)
         yield runs
-
-
-def attend(paged: Paged, **options: Any) -> Tensor:
-    return paged_attention(
-        paged.q,
-        paged.k_cache,
-        paged.v_cache,
-        scale=0.25,
-        out=paged.poisoned_out(),
-        **{**paged.metadata(), **paged.sizes(), **options},
-    )
 
 
 def attend_by_reference(paged: Paged, **options: Any) -> Tensor:
