@@ -1,4 +1,4 @@
-"""The garbage collector, memory and end of a process that runs an engine and nothing else.
+"""The garbage collector, memory, cores and end of a process that runs an engine and nothing else.
 
 The mains of such a process (the engine process, a rank, a command) call :func:`claim`. In any other
 those for the collector and memory do nothing: its objects and its memory are its user's.
@@ -71,6 +71,11 @@ def is_claimed() -> bool:
     return _claimed
 
 
+def count_cores() -> int:
+    """Cores that this process may run on, which is what OpenMP takes."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def die_with(parent: int) -> None:
     """Be killed when the parent dies, also in the middle of a step that never ends.
 
@@ -139,6 +144,7 @@ def return_freed_memory() -> None:
 
 __all__ = [
     "claim",
+    "count_cores",
     "die_with",
     "freeze",
     "how_ended",

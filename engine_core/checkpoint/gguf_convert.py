@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -15,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine_core import own_process
 from engine_core.checkpoint.disk_cache import DiskCache, file_key
 from engine_core.checkpoint.files import TensorHeader, check_regular_file
 from engine_core.checkpoint.gguf import GGUFAdapter, GGUFFile, GGUFTensor, read_architecture
@@ -205,7 +205,7 @@ class GGUFWeights:
 
             # The largest first, so that no thread is left alone with the embedding at the end.
             by_size = sorted(self.headers.values(), key=lambda header: -header.nbytes)
-            with ThreadPoolExecutor(min(_available_cpus(), _MAX_THREADS)) as pool:
+            with ThreadPoolExecutor(min(own_process.count_cores(), _MAX_THREADS)) as pool:
                 futures = [pool.submit(write, header.name) for header in by_size]
                 try:
                     for future in futures:
@@ -362,12 +362,6 @@ def _matrix_dtype(gguf: GGUFFile) -> str:
     # Norms and biases are float32 in every GGUF file; the matrices say what it is.
     types = {tensor.type_name for tensor in gguf.tensors.values() if len(tensor.shape) > 1}
     return _UNQUANTISED.get(types.pop(), "bfloat16") if len(types) == 1 else "bfloat16"
-
-
-def _available_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

@@ -152,11 +152,7 @@ def _spawn() -> CompileProcess:
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Cores that this process may use, rounded up where a container has a part of their time."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
-    return max(1, math.ceil(min(cores, _quota(cgroup))))
+    return max(1, math.ceil(min(own_process.count_cores(), _quota(cgroup))))
 
 
 def _quota(cgroup: Path) -> float:

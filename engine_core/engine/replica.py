@@ -332,7 +332,7 @@ async def environments(config: EngineConfig, replicas: int) -> list[dict[str, st
     if not gpus and config.device != "cuda":
         given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
         # OpenMP warns of what is no number, and takes all cores.
-        cores = int(given) if given.isdecimal() and int(given) else _count_cores()
+        cores = int(given) if given.isdecimal() and int(given) else own_process.count_cores()
         threads = str(max(1, cores // replicas))
         return [{"OMP_NUM_THREADS": threads, own_process.HOST_SHARE: str(replicas)}] * replicas
     size = config.num_ranks
@@ -354,11 +354,6 @@ def _count_gpus() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def _count_cores() -> int:
-    """Cores that this process may run on, which is what OpenMP takes."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def death(process: str | None, code: int | None, failure: Failure | None) -> EngineDeadError:

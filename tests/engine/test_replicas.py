@@ -241,7 +241,7 @@ def test_threads_are_divided_as_openmp_would_take_them(
     monkeypatch: pytest.MonkeyPatch, given: str, threads: int
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", given)
-    monkeypatch.setattr(replica, "_count_cores", lambda: 8)
+    monkeypatch.setattr(replica.own_process, "count_cores", lambda: 8)
     each = _environments(monkeypatch, 0, 2, device="cpu")
     assert [one["OMP_NUM_THREADS"] for one in each] == [str(threads)] * 2
 
