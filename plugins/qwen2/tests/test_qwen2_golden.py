@@ -32,7 +32,8 @@ def test_a_second_run_from_the_prefix_cache_is_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("name", FIXTURES)
 def test_preempted_requests_are_the_same(name: str) -> None:
-    check_preemption(name)
+    # Windows give blocks back, so that a few prompts hardly wait for each other.
+    check_preemption(name, copies=9 if name == "qwen2-swa" else 3)
 
 
 @pytest.mark.parametrize("by_experts", [False, True], ids=["within", "by-experts"])
