@@ -384,9 +384,9 @@ def check_kv_cache(
     if capability != (9, 0):
         return None
     return (
-        f"kv_cache_dtype {dtype!r}: steps with room for contexts of more than 1 GiB as 16-bit "
-        "numbers attend prompts by the portable kernel, which is slower than the one for compute "
-        "capability 9.0"
+        f"kv_cache_dtype {dtype!r}: prompts of a step whose contexts take more than 1 GiB of a "
+        "layer as 16-bit numbers, all together, are attended to beyond that by the portable "
+        "kernel, which is slower than the one for compute capability 9.0"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from kernel_cases import Paged, error, make_paged
 from torch import Tensor
 
 from engine_core.kernels import paged_attention, rotary_store, store_kv
+from engine_core.kernels.attention import hopper as attention_hopper
 from engine_core.kernels.attention import reference
 from engine_core.kernels.attention.call import Call
 from engine_core.kernels.codes import cache_parts, dequantized
@@ -303,14 +305,15 @@ def test_attention_kernel(
     }
     made = make_paged(ROWS, device=launch_device, dtype=dtype, **shape)
     paged, plain = coded(made, code)
-    out = paged.q.new_full((*paged.q.shape[:2], made.v_cache.shape[3]), torch.nan)
-    (k, k_scales), (v, v_scales) = cache_parts(paged.k_cache), cache_parts(paged.v_cache)
-    given = paged.metadata() | paged.sizes() | options
-    call = Call(paged.q, k, v, out, scale=0.2, k_scales=k_scales, v_scales=v_scales, **given)
+    call = replace(call_of(paged), **options)
     triton.paged_attention(call)
     # A GPU's powers of 2 are approximate: in float32 what kernels of numbers are held to.
     limit = max(TOLERANCE[dtype], KERNEL_TOLERANCE[torch.float32])
-    assert error(out, expect(plain, **options)) < limit
+    assert error(call.out, expect(plain, **options)) < limit
+
+
+# Bytes of a block of 16 slots of 2 heads of 64 for keys and values in 16 bits.
+BLOCK_BYTES = 16 * 2 * 128 * 2
 
 
 @pytest.mark.parametrize(
@@ -320,29 +323,135 @@ def test_attention_kernel(
         (torch.float8_e4m3fn, {"block_size": 64, "head_dim": 64}),
     ],
 )
+@pytest.mark.parametrize("room", [1, 2, 4, 5], ids="{} rows".format)
 def test_codes_become_numbers_of_a_cache_of_their_own(
-    code: torch.dtype, shape: dict[str, Any], launch_device: str
+    room: int, code: torch.dtype, shape: dict[str, Any], launch_device: str
 ) -> None:
+    """Those of the rows behind the first one, of as many as there is room for."""
     from engine_core.kernels.attention.unpack import triton
 
     paged, plain = coded(make_paged(ROWS, device=launch_device, dtype=torch.float16, **shape), code)
-    (k, k_scales), (v, v_scales) = cache_parts(paged.k_cache), cache_parts(paged.v_cache)
-    given = paged.metadata() | paged.sizes() | {"num_decode_rows": 1}
-    out = torch.empty_like(paged.q)
-    call = Call(paged.q, k, v, out, scale=0.2, k_scales=k_scales, v_scales=v_scales, **given)
-    made = triton.unpacked(call)
+    call = call_of(paged, num_decode_rows=1)
+    size = shape["block_size"]
+    blocks = sum(-(-tokens // size) for _, tokens in ROWS[1 : 1 + room])
+    # A byte less than one block more, which the next row with tokens would need at least.
+    block_bytes = size * 2 * (shape["head_dim"] + shape.get("v_head_dim", shape["head_dim"])) * 2
+    given = (blocks + 1) * block_bytes - 1 if room < 5 else 1 << 30
+    made, num_fitting = triton.unpacked(call, given)
     assert made.k_scales is None
-    assert made.k_cache.nbytes + made.v_cache.nbytes == triton.unpacked_bytes(call)
-    size, compared = shape["block_size"], 0
-    for row, (_, tokens) in enumerate(ROWS):
-        for position in range(tokens if row else 0):
+    assert made.k_cache.nbytes + made.v_cache.nbytes <= given
+    # A row without tokens needs no room.
+    rows = 2 if room == 1 else room
+    if room == 5:
+        assert num_fitting is None
+    else:
+        assert num_fitting is not None
+        assert num_fitting.item() == rows
+    lengths = [tokens if row < rows else 0 for row, (_, tokens) in enumerate(ROWS[1:])]
+    assert made.kv_lens[1:].tolist() == lengths
+    compared = 0
+    for row, tokens in enumerate(lengths, 1):
+        for position in range(tokens):
             block, slot = position // size, position % size
             source, target = call.block_tables[row, block], made.block_tables[row, block]
             for cache, numbers_of in ((made.k_cache, plain.k_cache), (made.v_cache, plain.v_cache)):
                 expected = numbers_of[source, slot].half()
                 assert torch.equal(cache[target, slot], expected)
                 compared += 1
-    assert compared == 2 * sum(tokens for _, tokens in ROWS[1:])
+    assert compared == 2 * sum(lengths)
+
+
+def call_of(paged: Paged, **sizes: int) -> Call:
+    """Attention over a cache of codes."""
+    (k, k_scales), (v, v_scales) = cache_parts(paged.k_cache), cache_parts(paged.v_cache)
+    out = paged.q.new_full((*paged.q.shape[:2], v.shape[3]), torch.nan)
+    given = paged.metadata() | paged.sizes() | sizes
+    return Call(paged.q, k, v, out, scale=0.2, k_scales=k_scales, v_scales=v_scales, **given)
+
+
+class OnNumbers:
+    """The reference in the place of the kernel for Hopper; it counts the rows with tokens."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def takes(self, *_: object) -> bool:
+        """Any."""
+        return True
+
+    fits = is_trusted = takes
+
+    def prefill(self, call: Call, *_: object) -> None:
+        """Attend to the rows behind those that decode; rows without tokens get zeros."""
+        first = call.num_decode_rows
+        begin = int(call.query_start[first])
+        self.rows.append(int((call.kv_lens[first:] > 0).sum()))
+        reference.paged_attention(
+            call.q[begin:], call.k_cache, call.v_cache, call.out[begin:],
+            block_tables=call.block_tables[first:], query_start=call.query_start[first:] - begin,
+            kv_lens=call.kv_lens[first:], scale=call.scale,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("room", "rows"), [(0, 0), (1, 0), (5, 1), (14, 2), (15, 3), (1 << 20, 3)], ids=str
+)
+@pytest.mark.parametrize("code", CODES)
+def test_rows_without_room_for_their_numbers_are_attended_to_by_codes(
+    code: torch.dtype,
+    room: int,
+    rows: int,
+    launch_device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever room there is, every row has its attention, and those with room have it by numbers.
+
+    Rows take 5, 9 and 1 blocks; one of padding is behind them, and one without queries.
+    """
+    from engine_core.kernels.attention import triton
+
+    made = make_paged(
+        [(1, 20), (1, 0), (70, 70), (3, 130), (4, 9), (2, 0), (0, 0)],
+        device=launch_device,
+        dtype=torch.bfloat16,
+    )
+    paged, plain = coded(made, code)
+    hopper = OnNumbers()
+    monkeypatch.setitem(sys.modules, "engine_core.kernels.attention.hopper.triton", hopper)
+    monkeypatch.setattr(attention_hopper, "triton", hopper, raising=False)
+    monkeypatch.setattr(triton, "runs_gluon", lambda device: True)
+    monkeypatch.setattr(triton, "_MOST_UNPACKED", room * BLOCK_BYTES)
+    call = call_of(paged)
+    triton.paged_attention(call)
+    assert hopper.rows == [rows]
+    assert error(call.out, expect(plain)) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("room", [0, 5, 13, 60], ids=str)
+def test_hoppers_kernel_and_that_of_the_rows_left(
+    room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured, where lengths are known to the device alone, with room for longer rows."""
+    from engine_core.kernels.attention import triton
+
+    rows = [(1, 700), (1, 0), (300, 300), (64, 500), (130, 2000), (2, 0), (0, 0)]
+    shape: dict[str, Any] = {"heads": 8, "kv_heads": 2, "head_dim": 128, "block_size": 64}
+    paged, plain = coded(
+        make_paged(rows, device="cuda", dtype=torch.bfloat16, **shape), torch.float8_e4m3fn
+    )
+    monkeypatch.setattr(triton, "_MOST_UNPACKED", room * 64 * 2 * 256 * 2)
+    call = call_of(paged, max_query_len=512)
+    triton.paged_attention(call)
+    eager = call.out.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        triton.paged_attention(call)
+    call.out.fill_(torch.nan)
+    graph.replay()
+    torch.testing.assert_close(call.out, eager, rtol=0, atol=0)
+    assert error(eager, expect(plain)) < KERNEL_TOLERANCE[torch.bfloat16]
 
 
 def test_preconditions() -> None:

@@ -48,9 +48,11 @@ from engine_core.kernels.launch.triton import (
 
 _LOG2E = 1.4426950408889634
 
-# Bytes of keys and values at most that codes become for Hopper's kernel, of a layer at a time. A
-# captured step has room for its longest rows: 32 of 8,192 tokens of 8 KV heads of 128 take as many.
+# Bytes of keys and values at most that codes become for Hopper's kernel, of a layer at a time:
+# 262,144 tokens of 8 KV heads of 128 in 16 bits.
 _MOST_UNPACKED = 1 << 30
+# Programs of a multiprocessor that attend to rows for which there was no room: mostly none.
+_PROGRAMS_LEFT = 2
 
 # Numbers of an item of a plan, and what fills its 32 bytes.
 ITEM = 8
@@ -311,31 +313,26 @@ def _decode_kernel(
         store_rows(out_ptr, row * NUM_HEADS + heads, y, head_mask, SHAPE)
 
 
-@triton.jit(do_not_specialize=["window", "first_row", "table_stride"])
-def _prefill_kernel(
+@triton.jit
+def _attend_prompt(
     out_ptr,
     inputs,
     window,
-    first_row,
     table_stride,
+    kv_head,
+    row,
+    query_begin,
+    num_queries,
+    first_pair,
     SHAPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """BLOCK_M (query, head) pairs of one KV head of one row, heads of a query adjacent."""
+    """BLOCK_M (query, head) pairs of one KV head of one row, heads of a query adjacent.
+
+    The row has ``num_queries`` from ``query_begin`` on, of which ``first_pair`` is one of a head.
+    """
     GROUP_SIZE: tl.constexpr = SHAPE.group_size
-    launch_dependents(PDL)
-    wait(PDL)
-    kv_head = tl.program_id(0).to(tl.int64)
-    # The last tiles see the most keys: they start first, so that short ones fill the end.
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    row = first_row + tl.program_id(2).to(tl.int64)
-    query_begin = tl.load(inputs.query_start + row)
-    num_queries = tl.load(inputs.query_start + row + 1) - query_begin
-    first_pair = tile * BLOCK_M
-    if first_pair >= num_queries * GROUP_SIZE:
-        return
     kv_len = tl.load(inputs.kv_lens + row)
     start_pos = kv_len - num_queries
 
@@ -383,6 +380,74 @@ def _prefill_kernel(
     )
     rows = tokens * SHAPE.num_heads + heads
     store_rows(out_ptr, rows, divided(all_values(acc, SHAPE), denominator), mask, SHAPE)
+
+
+@triton.jit(do_not_specialize=["window", "first_row", "table_stride"])
+def _prefill_kernel(
+    out_ptr,
+    inputs,
+    window,
+    first_row,
+    table_stride,
+    SHAPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A tile of one KV head of one row."""
+    GROUP_SIZE: tl.constexpr = SHAPE.group_size
+    launch_dependents(PDL)
+    wait(PDL)
+    kv_head = tl.program_id(0).to(tl.int64)
+    # The last tiles see the most keys: they start first, so that short ones fill the end.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    row = first_row + tl.program_id(2).to(tl.int64)
+    query_begin = tl.load(inputs.query_start + row)
+    num_queries = tl.load(inputs.query_start + row + 1) - query_begin
+    first_pair = tile * BLOCK_M
+    if first_pair >= num_queries * GROUP_SIZE:
+        return
+    _attend_prompt(
+        out_ptr, inputs, window, table_stride, kv_head, row, query_begin, num_queries, first_pair,
+        SHAPE, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["window", "first_row", "num_rows", "num_tiles", "table_stride"])
+def _prefill_left_kernel(
+    out_ptr,
+    num_done_ptr,
+    inputs,
+    window,
+    first_row,
+    num_rows,
+    num_tiles,
+    table_stride,
+    SHAPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The tiles of all KV heads of the rows behind those that are done, program by program."""
+    GROUP_SIZE: tl.constexpr = SHAPE.group_size
+    KV_HEADS: tl.constexpr = SHAPE.num_heads // GROUP_SIZE
+    launch_dependents(PDL)
+    wait(PDL)
+    done = tl.load(num_done_ptr)
+    items = (num_rows - done) * num_tiles * KV_HEADS
+    program = tl.program_id(0)
+    for turn in range(tl.cdiv(items - program, tl.num_programs(0))):
+        item = program + turn * tl.num_programs(0)
+        kv_head = (item % KV_HEADS).to(tl.int64)
+        first_pair = (num_tiles - 1 - item // KV_HEADS % num_tiles) * BLOCK_M
+        row = (first_row + done + item // KV_HEADS // num_tiles).to(tl.int64)
+        query_begin = tl.load(inputs.query_start + row)
+        num_queries = tl.load(inputs.query_start + row + 1) - query_begin
+        if first_pair < num_queries * GROUP_SIZE:
+            _attend_prompt(
+                out_ptr, inputs, window, table_stride, kv_head, row, query_begin, num_queries,
+                first_pair, SHAPE, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
 
 
 @functools.cache
@@ -529,19 +594,23 @@ def paged_attention(call: Call) -> None:
         )
     if num_rows > num_decode_rows and call.max_query_len:
         plain = not (shape.has_alibi or shape.has_window or shape.has_softcap or shape.has_prefix)
+        # How many of these rows were attended to, on the device; None for none.
+        num_done: Tensor | None = None
         if plain and call.scale > 0 and runs_gluon(q.device):
             from engine_core.kernels.attention.hopper import triton as hopper
 
             trusted = (q, num_kv_heads, block_size, pdl["PDL"])
-            unpacks = code and unpack.unpacked_bytes(call) <= _MOST_UNPACKED
-            whole = block_size == triton.next_power_of_2(block_size)
-            if unpacks and whole and hopper.takes(q, block_size, v_head_dim):
+            numbers, num_fitting = call, None
+            unpacks = code and block_size == triton.next_power_of_2(block_size)
+            if unpacks and hopper.takes(q, block_size, v_head_dim) and hopper.is_trusted(*trusted):
                 # What is tried is the kernel alone: nothing is unpacked for one that is off.
-                call = unpack.unpacked(call) if hopper.is_trusted(*trusted) else call
-            fits = call.k_scales is None and hopper.fits(q, call.k_cache, call.v_cache)
+                numbers, num_fitting = unpack.unpacked(call, _MOST_UNPACKED)
+            fits = numbers.k_scales is None and hopper.fits(q, numbers.k_cache, numbers.v_cache)
             if fits and hopper.is_trusted(*trusted):
-                hopper.prefill(call, scales[0], num_multiprocessors(q.device), pdl["PDL"])
-                return
+                hopper.prefill(numbers, scales[0], num_multiprocessors(q.device), pdl["PDL"])
+                if num_fitting is None:
+                    return
+                num_done = num_fitting
         pairs = call.max_query_len * group_size
         # 128 x 64 tiles of 256 dimensions take 192 KiB of shared memory, of 128 dimensions 96.
         small = wide and _shared_memory(q.device) < 200 * 1024
@@ -549,17 +618,24 @@ def paged_attention(call: Call) -> None:
         if float32:
             block_m, block_n = 32, 16 if wide else 32
         block_m = min(block_m, max(16, triton.next_power_of_2(pairs)))
-        grid = (num_kv_heads, triton.cdiv(pairs, block_m), num_rows - num_decode_rows)
-        _prefill_kernel[grid](
-            call.out,
-            inputs,
-            window or 0,
-            num_decode_rows,
-            table_stride,
-            SHAPE=shape,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            num_warps=8 if block_m == 128 or float32 else 4,
-            num_stages=2 if wide else 3,
+        num_tiles = triton.cdiv(pairs, block_m)
+        options = {
+            "SHAPE": shape,
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "num_warps": 8 if block_m == 128 or float32 else 4,
+            "num_stages": 2 if wide else 3,
             **pdl,
+        }
+        num_rows -= num_decode_rows
+        rows = (num_decode_rows, num_rows, num_tiles)
+        if num_done is not None:
+            items = num_rows * num_tiles * num_kv_heads
+            programs = min(num_multiprocessors(q.device) * _PROGRAMS_LEFT, items)
+            _prefill_left_kernel[(programs,)](
+                call.out, num_done, inputs, window or 0, *rows, table_stride, **options
+            )
+            return
+        _prefill_kernel[(num_kv_heads, num_tiles, num_rows)](
+            call.out, inputs, window or 0, num_decode_rows, table_stride, **options
         )

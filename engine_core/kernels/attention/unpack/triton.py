@@ -2,7 +2,9 @@
 
 Long prompts are products more than bytes, and Hopper's products read numbers from shared memory. So
 the codes that a step's rows see are made numbers first, once a layer: a token is read and written
-once, and multiplied by all queries of its row.
+once, and multiplied by all queries of its row. A captured step does not know its rows' lengths, and
+room for rows as long as any may be is more than there is: which rows there was room for is found
+out on the device.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import replace
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from engine_core.kernels.attention.call import Call
 from engine_core.kernels.codes.triton import high_codes, low_codes
@@ -24,6 +27,8 @@ from engine_core.kernels.launch.triton import (
 
 # Programs of a multiprocessor.
 _PROGRAMS = 8
+# Rows that a program looks at together, at least: steps of fewer share a compiled kernel.
+_LEAST_ROWS = 64
 
 
 @triton.jit
@@ -62,11 +67,13 @@ def _unpack(
     )
 
 
-@triton.jit(do_not_specialize=["first_row", "num_rows", "table_stride", "new_stride"])
+@triton.jit(do_not_specialize=["room", "first_row", "num_rows", "table_stride", "new_stride"])
 def _unpack_kernel(
     k_ptr,
     v_ptr,
     new_tables_ptr,
+    new_lens_ptr,
+    num_fitting_ptr,
     k_cache_ptr,
     v_cache_ptr,
     k_scales_ptr,
@@ -77,6 +84,7 @@ def _unpack_kernel(
     v_strides,
     k_scales_strides,
     v_scales_strides,
+    room,
     first_row,
     num_rows,
     table_stride,
@@ -94,14 +102,20 @@ def _unpack_kernel(
 ):
     """Blocks of the rows from ``first_row`` on, one after another, each by heads.
 
-    They become blocks 0, 1, ... of ``k`` and ``v``, and the new tables say so.
+    They become blocks 0, 1, ... of ``k`` and ``v``, and the new tables say so, up to the last row
+    that ends within ``room`` blocks. Rows behind it have a new length of 0.
     """
     launch_dependents(PDL)
     rows = tl.arange(0, BLOCK_ROWS)
     wait(PDL)
-    lengths = tl.load(kv_lens_ptr + first_row + rows, mask=rows < num_rows, other=0)
+    mask = rows < num_rows
+    lengths = tl.load(kv_lens_ptr + first_row + rows, mask=mask, other=0)
     ends = tl.cumsum(tl.cdiv(lengths, BLOCK_SIZE))
-    items = tl.max(ends) * HEADS
+    fits = ends <= room
+    items = tl.max(tl.where(fits, ends, 0)) * HEADS
+    if tl.program_id(0) == 0:
+        tl.store(new_lens_ptr + first_row + rows, tl.where(fits, lengths, 0), mask=mask)
+        tl.store(num_fitting_ptr, tl.sum((fits & mask).to(tl.int32)))
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         target = item // HEADS
         head = item % HEADS
@@ -121,37 +135,40 @@ def _unpack_kernel(
             tl.store(new_tables_ptr + row.to(tl.int64) * new_stride + place, target)
 
 
-def unpacked_bytes(call: Call) -> int:
-    """Bytes of :func:`unpacked` keys and values of a call, which it takes while it computes."""
-    block_size, heads, head_dim = call.k_cache.shape[1:]
-    blocks = (len(call.kv_lens) - call.num_decode_rows) * call.block_tables.shape[1]
-    width = heads * (head_dim + call.v_cache.shape[3]) * call.q.element_size()
-    return int(blocks * block_size * width)
-
-
-def unpacked(call: Call) -> Call:
+def unpacked(call: Call, most_bytes: int) -> tuple[Call, Tensor | None]:
     """The call with numbers in place of codes, for its rows but the first ``num_decode_rows``.
 
     Numbers are a code times its scale, computed in float32 and rounded to the queries' dtype. Heads
-    have an even number of dimensions, blocks a power of 2 of slots, and there are less than 2**31
-    numbers of keys. Slots beyond a row's length hold anything.
+    have an even number of dimensions, blocks a power of 2 of slots, and ``most_bytes`` are less
+    than 2**32. Slots beyond a row's length hold anything.
+
+    Returns:
+        The call, whose numbers take ``most_bytes`` at most, or one block; and ``[1]`` int32, how
+        many of the rows have numbers. Rows behind these have a length of 0. None if there is room
+        for all rows, however long they are.
     """
     assert call.k_scales is not None, "the call has codes"
     assert call.v_scales is not None, "the call has codes"
-    num_rows, width = call.block_tables.shape
-    num_rows -= call.num_decode_rows
+    width = call.block_tables.shape[1]
+    num_rows = len(call.kv_lens) - call.num_decode_rows
     block_size, heads, head_dim = call.k_cache.shape[1:]
     v_head_dim, device = call.v_cache.shape[3], call.q.device
+    block_bytes = block_size * heads * (head_dim + v_head_dim) * call.q.element_size()
+    room = min(num_rows * width, max(1, most_bytes // block_bytes))
     k, v = (
-        torch.empty((num_rows * width, block_size, heads, dims), dtype=call.q.dtype, device=device)
+        torch.empty((room, block_size, heads, dims), dtype=call.q.dtype, device=device)
         for dims in (head_dim, v_head_dim)
     )
     tables = torch.empty_like(call.block_tables, memory_format=torch.contiguous_format)
+    kv_lens = torch.empty_like(call.kv_lens, memory_format=torch.contiguous_format)
+    num_fitting = torch.empty(1, dtype=torch.int32, device=device)
     k_cache, v_cache = call.k_cache.view(torch.int16), call.v_cache.view(torch.int16)
-    _unpack_kernel[(min(num_multiprocessors(device) * _PROGRAMS, num_rows * width * heads),)](
+    _unpack_kernel[(min(num_multiprocessors(device) * _PROGRAMS, room * heads),)](
         k,
         v,
         tables,
+        kv_lens,
+        num_fitting,
         k_cache,
         v_cache,
         call.k_scales,
@@ -162,11 +179,12 @@ def unpacked(call: Call) -> Call:
         v_cache.stride()[:3],
         call.k_scales.stride()[:2],
         call.v_scales.stride()[:2],
+        room,
         call.num_decode_rows,
         num_rows,
         call.block_tables.stride(0),
         tables.stride(0),
-        BLOCK_ROWS=triton.next_power_of_2(num_rows),
+        BLOCK_ROWS=max(_LEAST_ROWS, triton.next_power_of_2(num_rows)),
         BLOCK_SIZE=block_size,
         HEADS=heads,
         DK=head_dim,
@@ -178,6 +196,14 @@ def unpacked(call: Call) -> Call:
         num_warps=4,
         **pdl_options(device),
     )
-    return replace(
-        call, k_cache=k, v_cache=v, k_scales=None, v_scales=None, block_tables=tables, memo={}
+    made = replace(
+        call,
+        k_cache=k,
+        v_cache=v,
+        k_scales=None,
+        v_scales=None,
+        block_tables=tables,
+        kv_lens=kv_lens,
+        memo={},
     )
+    return made, num_fitting if room < num_rows * width else None
