@@ -21,7 +21,13 @@ from engine_core.runtime.block_tables import BlockTables, IntArray
 from engine_core.runtime.capture import Agreement, capturer_of
 from engine_core.runtime.compiles import NOBODY, Compiles
 from engine_core.runtime.eager import EagerSteps, ForwardPass
-from engine_core.runtime.graphs import DecodeGraphs, GraphState, GraphSteps, largest_step_bytes
+from engine_core.runtime.graphs import (
+    DecodeGraphs,
+    GraphState,
+    GraphSteps,
+    largest_step_bytes,
+    launch_bound_tokens,
+)
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.kv_cache import KVCache
 from engine_core.runtime.media import MediaEmbeddings
@@ -218,7 +224,7 @@ class ModelRunner:
         capturer = compiles.capturer or capturer_of(device)
         if capturer is not None and repeats:
             most = scheduler_config.max_num_batched_tokens
-            own = largest_step_bytes(model, most + rows), _launch_bound_tokens(model, len(layers))
+            own = largest_step_bytes(model, most + rows), launch_bound_tokens(model, len(layers))
             # Parts of a model may differ in size, and what is captured may not.
             step_bytes, launch_bound = map(max, zip(*agreement.gather(own), strict=True))
             state = GraphState(
@@ -729,12 +735,3 @@ def _choice(params: SamplingParams) -> Choice | None:
     if params.changes_logits:
         return Choice.ADJUSTED
     return Choice.GREEDY if params.greedy else Choice.RANDOM
-
-
-def _launch_bound_tokens(model: nn.Module, num_layers: int) -> int:
-    """Tokens of a step that the device computes while the host launches its kernels one by one.
-
-    On an H200 host: about 1 ms per layer for the launches, and 600 TFLOP/s for the products.
-    """
-    num_params = sum(param.numel() for param in dict.fromkeys(model.parameters()))
-    return int(1e-3 * num_layers * 600e12 / (2 * num_params))

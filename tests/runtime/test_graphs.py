@@ -11,7 +11,7 @@ import contextlib
 import logging
 import re
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -30,17 +30,25 @@ from engine_core.configs import (
 )
 from engine_core.errors import EngineError, OptionError
 from engine_core.inputs import ProcessedPrompt, PromptState
+from engine_core.kernels import CodedWeight, Fp8Weight, GroupWeight
 from engine_core.nn import Embedding
+from engine_core.nn.linear import Linear
 from engine_core.runtime.block_tables import BlockTables, IntArray
 from engine_core.runtime.compiles import Compiles
 from engine_core.runtime.eager import ForwardPass
-from engine_core.runtime.graphs import DecodeGraphs, GraphState, GraphSteps, largest_step_bytes
+from engine_core.runtime.graphs import (
+    DecodeGraphs,
+    GraphState,
+    GraphSteps,
+    largest_step_bytes,
+    launch_bound_tokens,
+)
 from engine_core.runtime.media_graphs import MediaGraphs
 from engine_core.runtime.memory import CachePlan
 from engine_core.runtime.runner import ModelRunner
 from engine_core.runtime.sampler import Sampler
 from engine_core.runtime.step_batch import Choice, GraphKey, StepOutputs, StepState
-from engine_core.step_context import StepContext
+from engine_core.step_context import BuildContext, StepContext, building
 from engine_core.steps import Admission, PlanRow, StepPlan
 
 ROWS, VOCAB, MAX_MODEL_LEN = 20, 32, 4096
@@ -499,6 +507,33 @@ def test_a_step_takes_twice_its_widest_activation() -> None:
 
     assert largest_step_bytes(Model(), 100) == 100 * 48 * 2 * 2
     assert largest_step_bytes(nn.Embedding(10, 4), 100) == 0
+
+
+def test_weights_that_are_packed_count_as_what_they_were() -> None:
+    """Their parameters are gone, but not their products nor their results."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = (
+                Linear(k, [(None, n, 0, n)], bias=False) for k, n in ((512, 2048), (2048, 512))
+            )
+
+    def sizes(pack: Callable[[Tensor], CodedWeight] | None) -> tuple[int, int]:
+        with building(BuildContext(dtype=torch.bfloat16)):
+            model = Model()
+        for layer in (model.up, model.down) if pack is not None else ():
+            nn.init.normal_(layer.weight)
+            layer.set_packed(pack(layer.weight.data), "weight")
+        assert pack is None or not list(model.parameters())
+        return largest_step_bytes(model, 100), launch_bound_tokens(model, 1)
+
+    plain, tokens = sizes(None)
+    assert plain == 100 * 2048 * 2 * 2
+    assert tokens == int(1e-3 * 600e12 / (2 * 2 * 512 * 2048))
+    assert sizes(lambda weight: GroupWeight.quantized(weight, 4, 128)) == (plain, tokens)
+    # Codes of 8-bit floats are multiplied twice as fast, if the weight has a scale for each row.
+    assert sizes(Fp8Weight.quantized) == (plain, int(1e-3 * 600e12 / (2 * 512 * 2048)))
 
 
 class Successor(nn.Module):

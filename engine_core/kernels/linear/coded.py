@@ -47,6 +47,11 @@ class CodedWeight(ABC):
     def reader(self) -> Any:
         """The reader that brings tiles to it (:mod:`engine_core.kernels.linear.readers`)."""
 
+    @property
+    def multiplies_codes(self) -> bool:
+        """Whether many rows are quantised too, and multiplied by the codes at twice the rate."""
+        return False
+
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """``x [..., K] @ weight.T + bias`` without numbers; None if they are as fast."""
         return None

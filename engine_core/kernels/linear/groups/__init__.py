@@ -305,6 +305,11 @@ class GroupWeight(CodedWeight):
 
         return GroupReader.of(self)
 
+    @property
+    def multiplies_codes(self) -> bool:
+        """Whether many rows are quantised too, as the checkpoint says."""
+        return self.quantizes_rows
+
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """Of many rows that are quantised too, on a GPU."""
         n, k = self.shape
