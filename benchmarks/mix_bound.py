@@ -1,11 +1,13 @@
 """A bound for the mix of ``benchmarks/gpu.py``: the sum of its steps' times measured alone.
 
     python benchmarks/mix_bound.py llama3_8b --prefill 46000 --replays 1:3.9,8:4.34,256:14.6
+        [--coded]
 
 ``--replays`` are milliseconds of decode steps by rows of 1030 tokens, as ``decode.py`` measures
 them, ``--prefill`` prompt tokens per second. Steps between those numbers of rows lie on a line, and
 other contexts take more or less by their bytes at 4.28 TB/s. Rows that decode beside prompts take a
-prompt token's time and their cache's bytes. Nothing is run.
+prompt token's time and their cache's bytes, which with ``--coded`` are those of 8-bit codes and
+their scales. Nothing is run.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ def main() -> None:
     parser.add_argument("model", choices=list(SHAPES))
     parser.add_argument("--prefill", type=float, required=True)
     parser.add_argument("--replays", required=True)
+    parser.add_argument("--coded", action="store_true", help="the cache is one of 8 bits")
     arguments = parser.parse_args()
     pairs = [part.split(":") for part in arguments.replays.split(",")]
     if len(pairs) < 2:
@@ -48,8 +51,9 @@ def main() -> None:
     replays = {int(rows): float(ms) for rows, ms in pairs}
     shape = SHAPES[arguments.model]
     head_dim = shape.get("head_dim", shape["hidden_size"] // shape["num_attention_heads"])
-    values = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head_dim
-    per_token = 2 * values / BYTES_A_SECOND
+    heads = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"]
+    head_bytes = head_dim + 4 if arguments.coded else 2 * head_dim
+    per_token = heads * head_bytes / BYTES_A_SECOND
 
     requests, outputs = mix_requests(shape["vocab_size"])
     prompts = [len(prompt) for prompt in requests]
