@@ -15,6 +15,7 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
 - ``deferred=64``: the norms of more tokens divide, whatever the linears around them.
 - ``4096x14336.prefetch=8192``: that field of the tile that such linears have.
 - ``prefetch=4``: all tiles fetch so many times as much of the weight before they wait.
+- ``few=64``: so many rows take tiles of 8-bit floats, and more are quantised, whatever the weight.
 - ``coded=0``: norms and activations quantise no rows; ``scaled=0``: the rotation applies no scales.
 
 Random weights and a random cache, as in ``decode.py``; rows of 1030 tokens, and of 200 to 1860 at
@@ -108,6 +109,9 @@ def settings(text: str) -> Iterator[None]:
             elif key == "attention":
                 tile = attention._Tile(*fields(values))
                 stack.enter_context(patch.object(attention, "_tile", lambda *_, t=tile: t))
+            elif key == "few":
+                for name in ("MOST_FP8_ROWS", "MOST_LARGE_ROWS"):
+                    stack.enter_context(patch.object(linear, name, int(values)))
             elif key == "prefetch":
                 times = int(values)
             elif key == "coded" and values == "0":
