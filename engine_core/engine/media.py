@@ -239,7 +239,7 @@ class MediaIntake:
                 size = sum(len(after.value) for before, after in came if names_source(before))
                 made.add_done_callback(lambda _: self._sources.release(size))
 
-        coming = self._sources.begin(parts)
+        coming = self._sources.begin(parts, client)
 
         def refuse(done: Future[list[MediaPart]]) -> None:
             self._count(refused=not done.cancelled() and done.exception() is not None)

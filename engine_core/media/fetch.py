@@ -14,14 +14,17 @@ import socket
 import ssl
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from engine_core.errors import EngineDeadError, QueueFullError, RequestError, shown
 from engine_core.media.parts import MediaPart
+from engine_core.workers.turns import Turns
 
 MAX_BYTES = 128 * 2**20
 # Of all that is held for prompts that wait for a worker, or for more of what they show.
@@ -65,15 +68,18 @@ class _Reading:
                 _end(sock)
 
     @contextlib.contextmanager
-    def answer(self, sock: socket.socket, seconds: float) -> Iterator[None]:
+    def watch(self, connected: socket.socket, clock: _Time) -> Iterator[None]:
         """End a connection from which something comes all the time, but too slowly."""
         late = threading.Event()
+        left = clock.left()
+        # TLS takes the socket itself over, before anything has come.
+        sock = connected.dup()
 
         def end() -> None:
             late.set()
             _end(sock)
 
-        timer = threading.Timer(seconds, end)
+        timer = threading.Timer(left, end)
         timer.daemon = True
         timer.start()
         with self._lock:
@@ -85,8 +91,42 @@ class _Reading:
             timer.cancel()
             with self._lock:
                 self._sockets.discard(sock)
+            sock.close()
             if late.is_set():  # an answer without a length seems complete
-                raise TimeoutError(f"it took more than {seconds:g} s") from None
+                raise clock.error() from None
+
+
+class _Time:
+    """The time that a file may take to come, with its host's name and the connection."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds.
+
+        Raises:
+            TimeoutError: there are none.
+        """
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise self.error()
+        return left
+
+    def error(self) -> TimeoutError:
+        """That it is over."""
+        return TimeoutError(f"it took more than {self._seconds:g} s")
+
+
+@dataclass(eq=False, slots=True)
+class _Task:
+    """A file that is to be read for a prompt."""
+
+    part: MediaPart
+    reading: _Reading
+    client: Hashable
+    content: Future[bytes] = field(default_factory=Future)
 
 
 class MediaSources:
@@ -112,12 +152,16 @@ class MediaSources:
         self._seconds = seconds
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="engine-core-media")
         self._lock = threading.Lock()
+        self._turns: Turns[_Task] = Turns()
         self._waiting = 0
         self._held = 0
         self._closed = False
 
-    def begin(self, parts: Sequence[MediaPart]) -> Future[list[MediaPart]]:
-        """Begin to read the parts that name their content.
+    def begin(self, parts: Sequence[MediaPart], client: Hashable = None) -> Future[list[MediaPart]]:
+        """Begin to read the parts that name their content, several at once.
+
+        The first that fails ends the others. The ``client`` is whose prompt it is: clients take
+        turns.
 
         Returns:
             The parts, with the bytes of a file in the place of its path or address. Data URLs stay:
@@ -129,61 +173,95 @@ class MediaSources:
             EngineDeadError: the engine is being shut down.
         """
         made: Future[list[MediaPart]] = Future()
-        named = [place for place, part in enumerate(parts) if names_source(part)]
         reading = _Reading(self._max_bytes)
+        coming = {
+            place: _Task(part, reading, client)
+            for place, part in enumerate(parts)
+            if names_source(part)
+        }
+        left, settled = len(coming), False
+
+        def ended(content: Future[bytes]) -> None:
+            nonlocal left, settled
+            error = _failure(content)
+            with self._lock:
+                left -= 1
+                self._waiting -= 1
+                if settled or (left and error is None):
+                    return
+                settled = True
+            # Errors are not raised here, nor are the tasks kept, so that nothing that was read has
+            # to wait for a collection.
+            ready = dict(coming)
+            coming.clear()
+            going = made.set_running_or_notify_cancel()
+            if error is not None:
+                # What the others would say now is of no interest, and nobody waits for them.
+                self._give_up(reading, ready.values())
+                if going:
+                    made.set_exception(error)
+            elif going:
+                read = {place: task.content.result() for place, task in ready.items()}
+                with self._lock:
+                    self._held += sum(map(len, read.values()))
+                made.set_result(
+                    [
+                        part._replace(value=read.get(place, part.value))
+                        for place, part in enumerate(parts)
+                    ]
+                )
+
+        def left_alone(made: Future[list[MediaPart]]) -> None:
+            if made.cancelled():
+                self._give_up(reading, list(coming.values()))
+
+        tasks = list(coming.values())
+        for task in tasks:
+            task.content.add_done_callback(ended)
+        made.add_done_callback(left_alone)
         with self._lock:
             if self._closed:
                 raise EngineDeadError("the engine is being shut down and takes no more requests")
-            if self._waiting + len(named) > _QUEUED or (named and self._held > _MAX_HELD):
+            if self._waiting + len(tasks) > _QUEUED or (tasks and self._held > _MAX_HELD):
                 raise QueueFullError(
                     f"{self._waiting} pictures, videos and sounds are being read already, and "
                     f"{self._held >> 20} MiB of others wait for their turn; send it again later"
                 )
-            self._waiting += len(named)
-            coming: dict[int, Future[bytes]] = {
-                place: self._threads.submit(self._content, parts[place], reading) for place in named
-            }
-        left = len(coming)
-
-        def ended(_: Future[bytes]) -> None:
-            nonlocal left
-            with self._lock:
-                left -= 1
-                self._waiting -= 1
-                if left:
-                    return
-            # Errors are not raised here, nor are the tasks kept, so that nothing that was read has
-            # to wait for a collection.
-            tasks = dict(coming)
-            coming.clear()
-            if not made.set_running_or_notify_cancel():
-                return
-            failed = next((each for each in tasks.values() if _failure(each)), None)
-            if failed is not None:
-                made.set_exception(_failure(failed))
-                return
-            read = {place: each.result() for place, each in tasks.items()}
-            with self._lock:
-                self._held += sum(map(len, read.values()))
-            made.set_result(
-                [
-                    part._replace(value=read.get(place, part.value))
-                    for place, part in enumerate(parts)
-                ]
-            )
-
-        def left_alone(made: Future[list[MediaPart]]) -> None:
-            if made.cancelled():
-                reading.cancel()
-                for each in list(coming.values()):
-                    each.cancel()
-
-        made.add_done_callback(left_alone)
-        if not coming:
+            self._waiting += len(tasks)
+            for task in tasks:
+                self._turns.add(client, task)
+                self._threads.submit(self._work)
+        if not tasks:
             made.set_result(list(parts))
-        for each in list(coming.values()):
-            each.add_done_callback(ended)
         return made
+
+    def _give_up(self, reading: _Reading, tasks: Iterable[_Task]) -> None:
+        """End what comes for a prompt, and begin nothing more for it."""
+        reading.cancel()
+        with self._lock:
+            for task in tasks:
+                self._turns.discard(task.client, task)
+        for task in tasks:
+            task.content.cancel()
+
+    def _work(self) -> None:
+        """Read the file whose turn it is."""
+        with self._lock:
+            if not self._turns:  # closed meanwhile
+                return
+            task = self._turns.take()
+        try:
+            if task.content.set_running_or_notify_cancel():
+                try:
+                    content = self._content(task.part, task.reading)
+                except BaseException as error:
+                    task.content.set_exception(error)
+                else:
+                    task.content.set_result(content)
+        finally:
+            with self._lock:
+                self._turns.end(task.client)
+            del task  # to which an error leads through this frame
 
     def release(self, size: int) -> None:
         """Give back the room of so many bytes that were read."""
@@ -194,6 +272,9 @@ class MediaSources:
         """Read nothing more."""
         with self._lock:
             self._closed = True
+            waiting = self._turns.clear()
+        for task in waiting:
+            task.content.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _content(self, part: MediaPart, reading: _Reading) -> bytes:
@@ -275,11 +356,23 @@ class MediaSources:
 
     def _fetch(self, url: SplitResult, host: str, port: int, reading: _Reading) -> bytes:
         try:
-            connection = _connection(url.scheme, host, port, _public_address(host), self._seconds)
-            with contextlib.closing(connection):
+            with contextlib.ExitStack() as stack:
+                clock = _Time(self._seconds)
+                address = _public_address(host)
+
+                def connect(_: Any, timeout: Any = None, source: Any = None) -> socket.socket:
+                    sock = socket.create_connection((address, port), timeout, source)
+                    try:
+                        stack.enter_context(reading.watch(sock, clock))
+                    except BaseException:
+                        sock.close()
+                        raise
+                    return sock
+
+                connection = _connection(url.scheme, host, port, connect, clock.left())
+                stack.callback(connection.close)
                 connection.connect()
-                with reading.answer(connection.sock, self._seconds):
-                    return self._answer(connection, url, host)
+                return self._answer(connection, url, host)
         except RequestError:
             raise
         except (OSError, ValueError, http.client.HTTPException) as error:
@@ -347,13 +440,9 @@ def _is_public(address: str) -> bool:
 
 
 def _connection(
-    scheme: str, host: str, port: int, address: str, seconds: float
+    scheme: str, host: str, port: int, connect: Callable[..., socket.socket], seconds: float
 ) -> http.client.HTTPConnection:
-    """A connection to ``address`` that speaks to ``host``."""
-
-    def connect(_: Any, timeout: Any = None, source: Any = None) -> socket.socket:
-        return socket.create_connection((address, port), timeout, source)
-
+    """A connection by ``connect`` that speaks to ``host``."""
     made = (
         http.client.HTTPSConnection(
             host, port, timeout=seconds, context=ssl.create_default_context()

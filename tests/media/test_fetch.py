@@ -26,6 +26,7 @@ from engine_core.media.parts import MediaPart
 
 CONTENT = b"a picture" * 1000
 PUBLIC, PRIVATE = "93.184.215.14", "10.1.2.3"
+MEETING = threading.Barrier(4)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -33,6 +34,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         what = self.path.strip("/").partition("?")[0]
+        if what == "meet":
+            MEETING.wait(60)
         if what == "redirect":
             self.send_response(302)
             self.send_header("Location", "/fine")
@@ -53,7 +56,8 @@ class Handler(BaseHTTPRequestHandler):
                 while True:
                     self.wfile.write(b"x")
                     time.sleep(0.02)
-            self.wfile.write(self.headers["Host"].encode() if what == "host" else CONTENT)
+            answers = {"host": self.headers["Host"], "meet": self.path}
+            self.wfile.write(answers[what].encode() if what in answers else CONTENT)
         except OSError:
             pass
 
@@ -198,6 +202,7 @@ def test_reading_ends_when_nobody_waits_for_it(
         assert not begun.done()
         time.sleep(0.01)
     assert begun.cancel()
+    assert not sources._turns
     monkeypatch.setattr(fetch, "_QUEUED", 1)  # one more has room when all of those are gone
     deadline = time.monotonic() + 60
     while True:
@@ -209,6 +214,82 @@ def test_reading_ends_when_nobody_waits_for_it(
     assert part.value == CONTENT
     assert len(dialled) == min(many, fetch._AT_ONCE) + 1
     sources.close()
+
+
+def urls(*names: str, host: str = "public.example") -> list[MediaPart]:
+    return [
+        MediaPart("image", f"http://{host}/{name}", f"part.{number}")
+        for number, name in enumerate(names)
+    ]
+
+
+def test_what_a_prompt_names_comes_at_once(sources: MediaSources, dialled: list[Any]) -> None:
+    """No answer comes before all four were asked for."""
+    names = [f"meet?{number}" for number in range(4)]
+    read = sources.begin(urls(*names)).result(60)
+    assert [part.value for part in read] == [f"/{name}".encode() for name in names]
+    assert [part.param for part in read] == ["part.0", "part.1", "part.2", "part.3"]
+
+
+def test_the_first_that_fails_ends_the_others(
+    dialled: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named, at once, and nothing of the others goes on."""
+    sources = MediaSources(domains=("public.example",), seconds=60)
+    many = urls(*["slow"] * 5, "missing", *["slow"] * 20)
+    with pytest.raises(RequestError, match=r"part\.5: .*status 404") as refused:
+        sources.begin(many).result(30)
+    assert refused.value.param == "part.5"
+    assert not sources._turns
+    monkeypatch.setattr(fetch, "_QUEUED", 1)
+    deadline = time.monotonic() + 60
+    while True:
+        assert time.monotonic() < deadline
+        with contextlib.suppress(QueueFullError):
+            assert sources.begin(urls("fine")).result(60)[0].value == CONTENT
+            break
+        time.sleep(0.01)
+    assert len(dialled) <= fetch._AT_ONCE + 1
+    sources.close()
+
+
+def test_clients_take_turns(dialled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "_AT_ONCE", 1)
+    sources = MediaSources(domains=("public.example", "public.example:8080"), seconds=60)
+    first = sources.begin(urls("meet", *["fine"] * 5), "one")
+    other = sources.begin(urls("fine", host="public.example:8080"), "another")
+    for _ in range(2):
+        threading.Thread(target=MEETING.wait, daemon=True).start()
+    MEETING.wait(60)
+    assert len(first.result(60)) == 6
+    assert len(other.result(60)) == 1
+    assert [port for _, port in dialled].index(8080) < 3
+    sources.close()
+
+
+def test_a_handshake_that_takes_all_the_time(
+    dialled: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte of it comes in time, and the whole never does."""
+
+    def answer(listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        with sock, contextlib.suppress(OSError):
+            sock.sendall(b"\x16\x03\x03\x40\x00")
+            while True:
+                sock.sendall(b"\x02")
+                time.sleep(0.02)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer, args=(listener,))
+        thread.start()
+        monkeypatch.setitem(PORTS, 443, listener.getsockname()[1])
+        sources = MediaSources(domains=("public.example",), seconds=1)
+        with pytest.raises(RequestError, match="it took more than 1 s"):
+            read(sources, "https://public.example/fine")
+        thread.join(60)
+        assert not thread.is_alive()
+        sources.close()
 
 
 def test_a_host_with_tls_shows_who_it_is(
