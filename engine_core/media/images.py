@@ -20,6 +20,8 @@ MAX_PIXELS = 50_000_000
 MAX_SIDE = 65_535
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _SCHEME = "data:"
+# What a browser overlooks in the base64 of a data URL.
+_BREAKS = dict.fromkeys(map(ord, "\t\n\f\r "))
 
 
 def load_decoders() -> None:
@@ -105,6 +107,7 @@ def data_of(url: str, kind: str) -> bytes:
             f"the data URL is to begin with data:{kind}/TYPE;base64, and begins with {head[:60]!r}"
         )
     try:
-        return base64.b64decode(content, validate=True)
+        # Lines of 76 characters, as e-mail has them, and ``base64`` writes.
+        return base64.b64decode(content.translate(_BREAKS), validate=True)
     except (binascii.Error, ValueError) as error:
         raise RequestError(f"its base64 is wrong: {error}") from None

@@ -377,12 +377,17 @@ class TextPart(OpenBody):
     text: str
 
 
+Detail = Literal["auto", "low", "high", "original"]
+"""How closely a client wants a picture looked at. No effect: ``mm_processor_kwargs`` say it."""
+
+
 class MediaUrl(OpenBody):
     """Where a picture, video or sound is."""
 
     url: str | None = None
     """A data URL (``data:TYPE;base64,...``), or an address that the server's owner allows."""
-    detail: Literal["auto"] | None = None
+    detail: Detail | None = None
+    """No effect: see ``mm_processor_kwargs``."""
 
 
 class _MediaPart(OpenBody):
@@ -395,7 +400,8 @@ class ImagePart(_MediaPart):
 
     type: Literal["image_url", "input_image"]
     image_url: str | MediaUrl | None = None
-    detail: Literal["auto"] | None = None
+    detail: Detail | None = None
+    """No effect: see ``mm_processor_kwargs``."""
 
 
 class VideoPart(_MediaPart):

@@ -13,6 +13,7 @@ from engine_core.server.protocol import (
     Body,
     CommonBody,
     Count,
+    Detail,
     Effort,
     Items,
     JsonObjectResponseFormat,
@@ -39,7 +40,8 @@ class InputImage(OpenBody):
     type: Literal["input_image"]
     image_url: str | None = None
     """A data URL (``data:TYPE;base64,...``), or an address that the server's owner allows."""
-    detail: Literal["auto"] | None = None
+    detail: Detail | None = None
+    """No effect: see ``mm_processor_kwargs``."""
     file_id: None = None
     uuid: str | None = None
     """A name for the picture, by which it can be shown again without its content."""

@@ -59,6 +59,15 @@ def test_pictures_come_back_as_they_were() -> None:
     assert np.array_equal(grey, np.asarray(image.convert("L").convert("RGB")))
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", " ", "\t"])
+def test_base64_in_lines(end: str) -> None:
+    """As e-mail has it, and the command of that name writes it."""
+    head, _, content = data_url(encoded(Image.fromarray(PIXELS))).partition(",")
+    lines = [content[place : place + 76] for place in range(0, len(content), 76)]
+    assert len(lines) > 1
+    assert np.array_equal(decoded(f"{head},{end}{end.join(lines)}{end}"), PIXELS)
+
+
 def test_what_is_transparent_is_white() -> None:
     pixels = np.dstack([PIXELS, np.full((5, 7), 255, np.uint8)])
     pixels[1:3, :, 3] = 0

@@ -250,6 +250,26 @@ def test_files_below_the_allowed_folder_and_videos(server: ServerProcess, model:
     assert video["usage"]["prompt_tokens"] == 2 * embeddings + marks
 
 
+def test_detail_changes_nothing_and_base64_may_have_lines(server: ServerProcess) -> None:
+    url = server.url + "/v1/chat/completions"
+    head, _, content = data_url().partition(",")
+    lines = "\n".join(content[place : place + 76] for place in range(0, len(content), 76))
+    answers = []
+    for shown, detail in ((data_url(), None), (f"{head},{lines}", "low"), (data_url(), "high")):
+        messages = message(shown)
+        if detail is not None:
+            messages[0]["content"][0]["image_url"]["detail"] = detail
+        answer = httpx.post(url, json={**ASKED, "messages": messages}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        answers.append((answer.json()["choices"], answer.json()["usage"]["prompt_tokens"]))
+    assert answers[0] == answers[1] == answers[2]
+    wrong = message(data_url())
+    wrong[0]["content"][0]["image_url"]["detail"] = "most"
+    refused = httpx.post(url, json={**ASKED, "messages": wrong}, timeout=60)
+    assert refused.status_code == 400
+    assert "detail" in refused.json()["error"]["param"]
+
+
 def test_tokens_of_pictures_are_not_counted_beforehand(server: ServerProcess) -> None:
     body = {"model": "m", "messages": message(data_url())}
     refused = httpx.post(server.url + "/tokenize", json=body, timeout=60)
