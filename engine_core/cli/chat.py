@@ -103,7 +103,9 @@ class _LocalModel:
         self._llm = llm
         self.name = llm.engine.model_config.architecture
         self.max_len: int | None = llm.engine.max_model_len
-        self.media_kinds: tuple[str, ...] | None = llm.engine.frontend.media.kinds
+        media = llm.engine.frontend.media
+        self.media_kinds: tuple[str, ...] | None = media.kinds
+        self.media_kinds_off = media.kinds_off
 
     def count(self, messages: Sequence[Mapping[str, Any]]) -> int | None:
         """Tokens of the prompt that ``messages`` make."""
@@ -191,7 +193,8 @@ class _Chat:
         try:
             file = FilePart(kind, typed_path(text))
             kinds = self._model.media_kinds
-            check_takes([file], KINDS if kinds is None else kinds, self._model.name)
+            given = KINDS if kinds is None else kinds
+            check_takes([file], given, self._model.name, self._model.media_kinds_off)
         except RequestError as error:
             _say(str(error))
             return

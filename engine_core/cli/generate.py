@@ -256,7 +256,8 @@ def generate(
     from engine_core import LLM
 
     with LLM(model, config) as llm, traced_layers(llm) if trace_layers else nullcontext():
-        check_takes(files, llm.engine.frontend.media.kinds, model)
+        media = llm.engine.frontend.media
+        check_takes(files, media.kinds, model, media.kinds_off)
         sampling = llm.default_sampling_params(**SAMPLING_OPTIONS.given(options))
         try:
             results = _run(

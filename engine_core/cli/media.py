@@ -71,13 +71,26 @@ def content(text: str, parts: Sequence[FilePart]) -> str | list[Any]:
     return [*parts, {"type": "text", "text": text}] if parts else text
 
 
-def check_takes(parts: Iterable[FilePart], kinds: Sequence[str], model: str) -> None:
+def check_takes(
+    parts: Iterable[FilePart], kinds: Sequence[str], model: str, off: Sequence[str] = ()
+) -> None:
     """Refuse files of which a model takes none.
 
+    Args:
+        parts: the files.
+        kinds: that are taken.
+        model: its name.
+        off: kinds that it would take if ``limit_mm_per_prompt`` were not 0 for them.
+
     Raises:
-        RequestError: names the file, and what the model takes.
+        RequestError: names the file, and what the model takes, or the option.
     """
     for part in parts:
+        if part.kind in off:
+            raise RequestError(
+                f"{part.path} is given as {part.kind}, and --limit-mm-per-prompt is 0 for the kind "
+                f"{part.kind!r}, which {model} would take; raise it or leave it out"
+            )
         if part.kind not in kinds:
             takes = f"takes {', '.join(kinds)} and text" if kinds else "takes text alone"
             raise RequestError(

@@ -44,6 +44,7 @@ class RemoteModel:
         name: the model's name there.
         max_len: tokens of its context, or None if the server does not say.
         media_kinds: what it takes besides text, or None if the server does not say.
+        media_kinds_off: what it would take but for an option; a server does not say.
 
     Raises:
         EngineError: the server cannot be reached, or has no such model.
@@ -67,6 +68,7 @@ class RemoteModel:
         self.media_kinds = (
             None if takes is None else tuple(each for each in takes if each != "text")
         )
+        self.media_kinds_off: tuple[str, ...] = ()
         self._counts = True
 
     def count(self, messages: Sequence[Mapping[str, Any]]) -> int | None:

@@ -131,6 +131,11 @@ class MediaIntake:
         return tuple(kind for kind in self._known_kinds if self._most(kind) != 0)
 
     @property
+    def kinds_off(self) -> tuple[str, ...]:
+        """Kinds that the model takes, and of which ``limit_mm_per_prompt`` allows none."""
+        return tuple(kind for kind in self._known_kinds if self._most(kind) == 0)
+
+    @property
     def _known_kinds(self) -> tuple[str, ...]:
         return () if self._processor is None else self._processor.media_kinds
 

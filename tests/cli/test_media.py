@@ -109,6 +109,17 @@ def test_a_text_model_is_named(folder: Path, tmp_path: Path) -> None:
     assert "--image needs a template" in wrong.stderr.replace("\n", " ")
 
 
+def test_an_option_that_turns_pictures_off_is_named(folder: Path) -> None:
+    off = ("--limit-mm-per-prompt", '{"image": 0}')
+    done = run("generate", folder / "m", "--image", folder / "one.png", TEXT, *SIZES, *off)
+    assert done.returncode == 1
+    assert "one.png is given as image, and --limit-mm-per-prompt is 0" in done.stderr
+    assert done.stderr.count("\n") == 1
+    lines = (f"/image {folder / 'one.png'}",)
+    chat = run("chat", folder / "m", *GREEDY, *SIZES, *off, lines=lines)
+    assert "one.png is given as image, and --limit-mm-per-prompt is 0" in chat.stderr
+
+
 def test_a_chat_shows_pictures_here_and_on_a_server(folder: Path, offline: dict[str, Any]) -> None:
     lines = (
         f"/image {folder / 'one.png'}",
