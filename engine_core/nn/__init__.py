@@ -1,6 +1,11 @@
 """Layers for model authors, which handle ranks, quantisation and the paged cache."""
 
-from engine_core.nn.activation import GeluAndMul, SiluAndMul, build_gated_activation
+from engine_core.nn.activation import (
+    GeluAndMul,
+    QuickGelu,
+    SiluAndMul,
+    build_gated_activation,
+)
 from engine_core.nn.attention import (
     Attention,
     CachedLayer,
@@ -12,6 +17,7 @@ from engine_core.nn.blocks import (
     MLP,
     Branch,
     DecoderLayer,
+    FeedForward,
     GatedMLP,
     PreNormed,
     SelfAttention,
@@ -72,6 +78,7 @@ __all__ = [
     "EncoderAttention",
     "EncoderLayers",
     "Experts",
+    "FeedForward",
     "GatedMLP",
     "GatedRMSNorm",
     "GeluAndMul",
@@ -85,6 +92,7 @@ __all__ = [
     "LinearMethod",
     "PreNormed",
     "QKVLinear",
+    "QuickGelu",
     "RMSNorm",
     "RotaryCausalLM",
     "RotaryEmbedding",

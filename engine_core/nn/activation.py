@@ -13,6 +13,7 @@ from engine_core.kernels import (
     RowForm,
     gelu_and_mul,
     gelu_and_mul_codes,
+    quick_gelu,
     silu_and_mul,
     silu_and_mul_codes,
 )
@@ -67,6 +68,17 @@ class Gelu(_Gelu):
         return F.gelu(x, approximate=self.approximate)
 
 
+class QuickGelu(Module):
+    """``x * sigmoid(1.702 x)``."""
+
+    activation: Activation = "quick_gelu"
+    gated = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., I]`` to ``[..., I]``."""
+        return quick_gelu(x)
+
+
 _GELUS: dict[str, Approximate] = {
     "gelu": "none",
     "gelu_pytorch_tanh": "tanh",
@@ -87,7 +99,7 @@ def build_gated_activation(name: str) -> nn.Module:
 
 def build_activation(name: str) -> nn.Module:
     """The activation without a gate that a config calls ``name``; raises as the other does."""
-    return Gelu(_approximate(name))
+    return QuickGelu() if name == "quick_gelu" else Gelu(_approximate(name, "quick_gelu"))
 
 
 def _approximate(name: str, *others: str) -> Approximate:

@@ -18,7 +18,7 @@ from engine_core.kernels import (
     adds_residual,
     fits_fused_sum,
     fits_head_norms,
-    has_gated_kernel,
+    has_activated_kernel,
     has_kernel,
     linear,
     linear_add,
@@ -179,10 +179,11 @@ class UnquantizedLinearMethod(LinearMethod):
         """Whether a kernel of many rows ends with this activation."""
         if call.dtype.itemsize != 2:
             return False
-        if not gated:
-            return activation == "gelu_tanh" and layer.bias is not None  # cuBLAS has it
+        if not gated and activation == "gelu_tanh":
+            return layer.bias is not None  # cuBLAS has it
         shape = (call.rows, layer.out_features, layer.in_features, call.gpu)
-        return activation == "silu" and has_gated_kernel(*shape)
+        name = "silu" if gated else "quick_gelu"
+        return activation == name and has_activated_kernel(*shape, gated=gated)
 
     def adds_residual(self, layer: Linear, call: Call) -> bool:
         """Whether the residual's addition, before a norm by itself, is part of the product."""

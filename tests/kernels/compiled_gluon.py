@@ -47,6 +47,13 @@ def gated_linear(dtype: torch.dtype, has_bias: bool) -> None:
     linear.gated_linear(x, weight, weight[:, 0].contiguous() if has_bias else None)
 
 
+def quick_gelu_linear(dtype: torch.dtype, has_bias: bool) -> None:
+    """Up, activated."""
+    x, weight = torch.zeros(300, 256, dtype=dtype), torch.zeros(640, 256, dtype=dtype)
+    assert linear.fits(x, weight)
+    linear.quick_gelu_linear(x, weight, weight[:, 0].contiguous() if has_bias else None)
+
+
 def attend(width: int, longest: int, dtype: torch.dtype) -> None:
     """Attention within one segment."""
     q, k, v = torch.zeros(3, longest, 4, width, dtype=dtype)
@@ -61,6 +68,8 @@ LAUNCHES: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "large-blocks": (prefill, (8, 8, 128, 256, BFLOAT16)),
     "gated": (gated_linear, (BFLOAT16, False)),
     "gated-bias": (gated_linear, (FLOAT16, True)),
+    "quick-gelu": (quick_gelu_linear, (BFLOAT16, False)),
+    "quick-gelu-bias": (quick_gelu_linear, (BFLOAT16, True)),
     "segments-64": (attend, (64, 300, BFLOAT16)),
     "segments-64-long": (attend, (64, 2000, BFLOAT16)),
     "segments-80": (attend, (80, 2000, FLOAT16)),

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -112,6 +112,17 @@ def test_with_a_release_that_ran_them_nothing_is_tried(tmp_path: Path) -> None:
     assert kernel.trials == 0
 
 
+def test_what_no_release_has_run_is_tried_with_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for give, right in ((torch.clone, True), (torch.neg, False)):
+        family = Family("sums", "Sums take longer", ran=(), release="3.6.1", notes=tmp_path)
+        kernel = Fake(family, give)
+        assert [kernel.allowed() for _ in range(2)] == [right] * 2
+        assert kernel.trials == 1
+    assert warnings_of(caplog)[0].endswith("Sums take longer. No Triton has run them")
+
+
 def test_without_memory_a_trial_is_made_again_later(tmp_path: Path) -> None:
     def full(x: Tensor) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -199,9 +210,11 @@ class Tried:
         self._patch = patch
         self._notes = tmp_path
 
-    def trusts(self, name: str, instead: Callable[..., Any], *arguments: Any) -> bool:
+    def trusts(
+        self, name: str, instead: Callable[..., Any], *arguments: Any, of: str = "_FAMILY"
+    ) -> bool:
         family = Family(name, "", release=UNTRIED, notes=self._notes)
-        self._patch.setattr(self.module, "_FAMILY", family)
+        self._patch.setattr(self.module, of, family)
         self._patch.setattr(self.module, name, instead)
         trusted: bool = self.module.is_trusted(*arguments)
         return trusted
@@ -258,6 +271,26 @@ def test_gate_and_up_are_tried_on_a_case_that_torch_solves(
     assert not tried.trusts("gated_linear", leaves_the_last_row, like, has_bias)
 
 
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_quick_gelu_is_tried_on_a_case_that_torch_solves(
+    has_bias: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = Tried("linear", tmp_path, monkeypatch)
+
+    def right(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        assert (bias is not None) == has_bias
+        y = F.linear(x, weight, bias)
+        return y * torch.sigmoid(1.702 * y)
+
+    def is_no_quick_one(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.gelu(F.linear(x, weight, bias))
+
+    given = (torch.empty((1, 64), dtype=torch.bfloat16), has_bias, False)
+    name = "quick_gelu_linear"
+    assert tried.trusts(name, right, *given, of="_UNGATED")
+    assert not tried.trusts(name, is_no_quick_one, *given, of="_UNGATED")
+
+
 @pytest.mark.parametrize(
     ("width", "longest", "dtype"),
     [(64, 300, torch.bfloat16), (64, 2000, torch.float16), (80, 2000, torch.bfloat16)],
@@ -303,13 +336,14 @@ def test_hoppers_own_kernels_pass_their_trials(
         *((attention, (like(32, 128), 8, size, pdl)) for size in (16, 64) for pdl in (True, False)),
         (attention, (like(14, 64), 2, 64, True)),
         (attention, (like(8, 128), 8, 256, True)),
-        *((linear, (like(1, 64)[0], has_bias)) for has_bias in (False, True)),
+        *((linear, (like(1, 64)[0], *kind)) for kind in product((False, True), repeat=2)),
         *((segments, (like(16, width), 640)) for width in (64, 72, 80, 128)),
         (segments, (like(16, 64), 5000)),
     ]
     for module, arguments in cases:
         family = Family(module.__name__, "", release=UNTRIED, notes=tmp_path)
         monkeypatch.setattr(module, "_FAMILY", family)
+        monkeypatch.setattr(module, "_UNGATED", family, raising=False)
         assert module.is_trusted(*arguments), arguments
 
 
@@ -322,7 +356,7 @@ def test_they_compile_for_a_hopper_gpu_that_is_not_there(tmp_path: Path) -> None
     """By a child, for here kernels are interpreted, and with registers enough for their loops."""
     pytest.importorskip("triton", reason="triton is not installed")
     script = Path(__file__).with_name("compiled_gluon.py")
-    names = ["8B", "0.5B", "gated-bias", "segments-64-long", "segments-80"]
+    names = ["8B", "0.5B", "gated-bias", "quick-gelu-bias", "segments-64-long", "segments-80"]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, str(script), *names],

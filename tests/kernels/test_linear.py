@@ -71,6 +71,8 @@ def test_preconditions() -> None:
         linear(x, weight, torch.zeros(4))
     with pytest.raises(ValueError, match="even N"):
         linear(x, weight, gated=True)
+    with pytest.raises(ValueError, match="quick_gelu is the activation of a result"):
+        linear(x, weight[:4], gated=True, activation="quick_gelu")
     for op in (linear_add, linear_add_norm):
         with pytest.raises(ValueError, match=rf"{op.__name__}: .*\(2, 4\)"):
             op(x, weight, None, torch.zeros(2, 4), torch.ones(5), 1e-5)
@@ -113,12 +115,15 @@ def test_kernel(
 ACTIVATIONS: list[tuple[str, bool]] = [
     (activation, gated) for activation in ("silu", "gelu", "gelu_tanh") for gated in (False, True)
 ]
+ACTIVATIONS.append(("quick_gelu", False))
 
 
 def activated(y: Tensor, activation: str, gated: bool) -> Tensor:
     gate, up = y.chunk(2, dim=-1) if gated else (y, torch.ones_like(y))
     if activation == "silu":
         return gate * torch.sigmoid(gate) * up
+    if activation == "quick_gelu":
+        return gate * torch.sigmoid(1.702 * gate) * up
     if activation == "gelu":
         return gate * (1 + torch.erf(gate / 2**0.5)) / 2 * up
     inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
@@ -422,6 +427,7 @@ def hopper() -> ModuleType:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
@@ -429,18 +435,33 @@ def hopper() -> ModuleType:
     [
         *[(1, 256, 64), (65, 2000, 192), (128, 28672, 4096), (129, 9728, 896)],
         *[(1000, 48, 4096), (1030, 1040, 320), (4097, 9728, 896), (8200, 28672, 4096)],
+        (5476, 5120, 1280),
     ],
 )
-def test_gated_linear_on_hopper(
-    rows: int, n: int, k: int, dtype: torch.dtype, with_bias: bool, hopper: ModuleType
+def test_activated_linear_on_hopper(
+    rows: int, n: int, k: int, dtype: torch.dtype, with_bias: bool, gated: bool, hopper: ModuleType
 ) -> None:
     x, weight, bias = case(rows, n, k, dtype, "cuda")
     assert hopper.fits(x, weight)
-    chosen = bias if with_bias else None
-    got = hopper.gated_linear(x, weight, chosen)
-    expected = torch.cat([formula(part, weight, chosen, True) for part in x.split(1024)])
+    given = x, weight, bias if with_bias else None
+    op = hopper.gated_linear if gated else hopper.quick_gelu_linear
+    got = op(*given)
+    expected = torch.cat([formula(part, *given[1:], gated) for part in x.split(1024)])
+    if not gated:
+        expected = activated(expected, "quick_gelu", False)
     assert error(got, expected) < TOLERANCE[dtype]
-    assert torch.equal(hopper.gated_linear(x, weight, chosen), got)
+    assert torch.equal(op(*given), got)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_quick_gelu_on_hopper_far_from_zero(dtype: torch.dtype, hopper: ModuleType) -> None:
+    """Where nothing is left of the product, and where all of it is."""
+    far = torch.full((1, 64), 1e4 / 64, dtype=dtype, device="cuda")
+    ones = torch.ones((16, 64), dtype=dtype, device="cuda")
+    assert hopper.quick_gelu_linear(-far, ones, None).eq(0).all()
+    assert torch.equal(hopper.quick_gelu_linear(far, ones, None), linear(far, ones))
 
 
 @pytest.mark.gpu
@@ -504,3 +525,13 @@ def test_the_gated_linear_on_hopper_is_used_where_it_was_seen_to_be_faster(
     assert [count for count in sorted(rows + worse) if tiles.hopper_wins(count, n, k, 132)] == [
         *rows
     ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "used"), [(64, False), (256, False), (1024, False), (5476, True), (8 * 1024, True)]
+)
+def test_a_quick_gelu_on_hopper_is_part_of_a_product_whose_last_turn_is_full(
+    rows: int, used: bool
+) -> None:
+    """Of Qwen2-VL's encoder, 5120x1280."""
+    assert tiles.hopper_wins(rows, 5120, 1280, 132, gated=False) == used

@@ -46,6 +46,7 @@ from engine_core.runtime.eager import ForwardPass
 from engine_core.step_context import AttentionMetadata, BuildContext, GroupMetadata, building
 
 H200 = GPU.of_capability((9, 0))
+BF16 = torch.bfloat16
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 896, 14, 2, 64, 4864
 OPERATIONS = {
     "linear": ("linear", "linear_add", "linear_add_norm", "linear_rotary_store"),
@@ -678,3 +679,18 @@ def test_fusions_are_listed_by_kind_of_layer() -> None:
     ends = [linear for layers, linear, _ in rows if layers == "layers.3"]
     assert "mlp.down_proj" not in ends
     assert all(f.rows == "" and f.reason for f in fusions(model, None, torch.bfloat16))
+
+
+def test_a_quick_gelu_is_part_of_a_linear_for_many_rows() -> None:
+    """As of CLIP's encoders, and not in float32."""
+    device = torch.device("cpu")
+    with building(BuildContext(dtype=torch.bfloat16, device=device)):
+        mlp = MLP(1280, 5120, "quick_gelu", bias=True)
+    up, epilogue, _ = mlp.ends()
+    fused = [
+        rows for rows in (256, 1024, 5476) if not up.declined(epilogue, Call(rows, BF16, H200))
+    ]
+    assert fused == [5476]
+    assert up.declined(epilogue, Call(5476, torch.float32, H200))
+    assert up.declined(epilogue, Call(5476, BF16, GPU.of_capability((10, 0))))
+    assert up.declined(epilogue, Call(5476, BF16, None))

@@ -124,19 +124,26 @@ class Family:
     """
 
     def __init__(
-        self, name: str, cost: str, *, release: str | None = None, notes: Path | None = None
+        self,
+        name: str,
+        cost: str,
+        *,
+        ran: tuple[str, ...] = _RAN,
+        release: str | None = None,
+        notes: Path | None = None,
     ) -> None:
         """Nothing is tried yet.
 
         Args:
             name: what they compute.
             cost: what it takes instead without them, as a clause.
+            ran: releases of Triton that have run them.
             release: of Triton; None for the one that is installed.
             notes: a folder, where a trial after which the GPU cannot go on leaves a note for the
                 next start; None for that of Triton's compiled kernels.
         """
         self._name, self._cost = name, cost
-        self._release, self._notes = release, notes
+        self._ran, self._release, self._notes = ran, release, notes
         self._right: set[tuple[torch.device, Hashable]] = set()
         self._off = False
 
@@ -159,7 +166,7 @@ class Family:
         if self._off:
             return False
         release = self._release or triton_release()
-        if _is_of(release, _RAN) or (device, kind) in self._right:
+        if _is_of(release, self._ran) or (device, kind) in self._right:
             return True
         if _presumed_right.get():
             with suppress(Exception):  # numbers are missing, launches are not
@@ -182,12 +189,12 @@ class Family:
             return True
         self._off = True
         logger.warning(
-            "Hopper's kernels of %s are off with Triton %s: %s. %s. Triton %s ran them",
+            "Hopper's kernels of %s are off with Triton %s: %s. %s. %s",
             self._name,
             release,
             why,
             self._cost,
-            ", ".join(_RAN),
+            f"Triton {', '.join(self._ran)} ran them" if self._ran else "No Triton has run them",
         )
         return False
 

@@ -27,7 +27,7 @@ __all__ = [
     "GroupWeight",
     "adds_residual",
     "fits_head_norms",
-    "has_gated_kernel",
+    "has_activated_kernel",
     "has_kernel",
     "linear",
     "linear_add",
@@ -51,7 +51,7 @@ def linear(
 
     Rounded before the activation too. On a GPU, shapes for which a kernel was seen to beat cuBLAS
     take that kernel, which accumulates in float32: few rows of bfloat16 or float16, and on Hopper
-    many rows if ``gated``.
+    many rows if ``gated``, or with "quick_gelu".
 
     Args:
         x: ``[..., K]``, or what an RMSNorm gave without its division, or rows in the form that an
@@ -61,7 +61,7 @@ def linear(
         bias: ``[N]``, or None.
         gated: whether the first half of the columns is activated and multiplies the second.
         activation: of the result, or of the gate, "silu" if it is None; "gelu_tanh" is the
-            approximation by tanh.
+            approximation by tanh, "quick_gelu" that by a sigmoid, of a result alone.
         deterministic: whether each row of the result must be the same, bit for bit, however many
             rows there are. Only on a GPU, with a contiguous weight and no :class:`DeferredRMSNorm`.
 
@@ -78,6 +78,8 @@ def linear(
     _check("linear", values, weight, bias)
     if gated and weight.shape[0] % 2:
         raise ValueError(f"linear: a gated weight must have an even N, got {tuple(weight.shape)}")
+    if gated and activation == "quick_gelu":
+        raise ValueError("linear: quick_gelu is the activation of a result, not of a gate")
     if deterministic:
         weight = numbers_of(weight, values.dtype)
         _check_invariant("linear", values, weight, squares)
@@ -90,17 +92,17 @@ def linear(
         if product is not None:
             return reference.activate(product, gated, activation)
         weight = weight.numbers(values.dtype)
-    silu = activation in (None, "silu")
+    of_hopper = activation in (None, "silu") if gated else activation == "quick_gelu"
     if (
         isinstance(weight, Tensor)
-        and gated
-        and silu
+        and of_hopper
         and squares is None
-        and _hopper_wins(values, weight, bias)
+        and _hopper_wins(values, weight, bias, gated)
     ):
         from engine_core.kernels.linear.hopper import triton as hopper
 
-        out = hopper.gated_linear(values.view(-1, values.shape[-1]), weight, bias)
+        rows = values.view(-1, values.shape[-1])
+        out = (hopper.gated_linear if gated else hopper.quick_gelu_linear)(rows, weight, bias)
         return out.view(*values.shape[:-1], out.shape[-1])
     if tile is not None:
         from engine_core.kernels.linear import triton
@@ -419,14 +421,17 @@ def fits_head_norms(rows: int, head_dim: int) -> bool:
     return head_dim & (head_dim - 1) == 0 and rows <= 16
 
 
-def has_gated_kernel(rows: int, n: int, k: int, gpu: GPU | None) -> bool:
-    """Whether the kernel for Hopper takes a gated weight ``[n, k]`` of 16 bits for many rows."""
+def has_activated_kernel(rows: int, n: int, k: int, gpu: GPU | None, *, gated: bool) -> bool:
+    """Whether the kernel for Hopper takes a weight ``[n, k]`` of 16 bits for many rows.
+
+    A gated one with "silu", any other with "quick_gelu".
+    """
     return (
         gpu is not None
         and gpu.capability == (9, 0)
         and k % 64 == 0
         and n % 16 == 0
-        and tiles.hopper_wins(rows, n, k, gpu.num_multiprocessors)
+        and tiles.hopper_wins(rows, n, k, gpu.num_multiprocessors, gated=gated)
     )
 
 
@@ -527,12 +532,12 @@ def _rotates_and_stores(
     )
 
 
-def _hopper_wins(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernel for Hopper takes this gated linear, and was seen to be faster."""
+def _hopper_wins(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> bool:
+    """Whether the kernel for Hopper takes this activated linear, and is faster."""
     n, k = weight.shape
     if not x.is_cuda or not x.is_contiguous():
         return False
-    if not has_gated_kernel(x.numel() // k, n, k, gpu_of(x.device)):
+    if not has_activated_kernel(x.numel() // k, n, k, gpu_of(x.device), gated=gated):
         return False
     from engine_core.kernels.launch.gluon import runs_gluon
 
@@ -541,7 +546,7 @@ def _hopper_wins(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     from engine_core.kernels.linear.hopper import triton as hopper
 
     x = x.view(-1, k)
-    return hopper.fits(x, weight) and hopper.is_trusted(x, bias is not None)
+    return hopper.fits(x, weight) and hopper.is_trusted(x, bias is not None, gated)
 
 
 def _cublas_activates(x: Tensor, weight: Tensor) -> bool:

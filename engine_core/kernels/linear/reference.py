@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine_core.kernels.activation import gelu_and_mul, silu_and_mul
+from engine_core.kernels.activation import gelu_and_mul, quick_gelu, silu_and_mul
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,8 @@ def activate(x: Tensor, gated: bool, activation: Activation | None) -> Tensor:
         return silu_and_mul(x) if silu else gelu_and_mul(x, approximate)
     if activation is None:
         return x
+    if activation == "quick_gelu":
+        return quick_gelu(x)
     return F.silu(x) if activation == "silu" else F.gelu(x, approximate=approximate)
 
 

@@ -332,18 +332,20 @@ def choose_invariant_tile(
     return Tile(32, 256, prefetch=512, least_rows=least)
 
 
-# What an activation by itself takes of the time of cuBLAS, times K: it reads and writes 3 values at
-# 4 TB/s where cuBLAS multiplies and adds 2 K at 700 TFLOP/s.
-_ACTIVATION = 262
+# What a gated activation by itself takes of the time of cuBLAS, times K: it reads and writes 3
+# values at 4 TB/s where cuBLAS multiplies and adds 2 K at 700 TFLOP/s. One of a result: 2 values,
+# where cuBLAS multiplies and adds K.
+_ACTIVATION = {True: 262, False: 350}
 
 
-def hopper_wins(rows: int, n: int, k: int, programs: int) -> bool:
-    """Whether cuBLAS and an activation by itself are slower for a gated weight ``[n, k]``.
+def hopper_wins(rows: int, n: int, k: int, programs: int, *, gated: bool = True) -> bool:
+    """Whether cuBLAS and an activation by itself are slower for a weight ``[n, k]``.
 
     It depends on how much of the last turn of the programs through the tiles of 128 rows and 256
     columns has work, and on the activation's share. Up to 256 rows the time is more that of reading
-    the weight; 64 and fewer have kernels of their own. us on H200s, cuBLAS and this: 28672x4096, 96
-    rows 68.1 and 64.7, 128 rows 72.8 and 65.9 (70.6 with a tile of
+    the weight; 64 and fewer have kernels of their own. Of a weight without a gate nothing was
+    measured yet; it is taken for more rows alone. us on H200s, cuBLAS and this: 28672x4096, 96 rows
+    68.1 and 64.7, 128 rows 72.8 and 65.9 (70.6 with a tile of
     :mod:`engine_core.kernels.linear.triton`), 192 rows 84.8 and 96.8, 256 rows 106.5 and 96.5, 512
     rows 186 and 205, 1024 rows 371 and 362, 1536 rows 529 and 593, 4096 rows 1499 and 1453, 8192
     rows 2951 and 2891; 17920x1536, 128 rows 22.3 and 19.9 (32.0), 256 rows 26.5 and 35.3, 8192 rows
@@ -358,5 +360,7 @@ def hopper_wins(rows: int, n: int, k: int, programs: int) -> bool:
     busy = tiles / (turns * programs)
     filled = rows / (row_tiles * 128)
     if row_tiles > 2:
-        return busy * filled * (1 + _ACTIVATION / k) >= 0.99
+        return busy * filled * (1 + _ACTIVATION[gated] / k) >= 0.99
+    if not gated:
+        return False
     return filled >= (0.75 if row_tiles == 1 else 0.85) and busy > (0.5 if turns == 1 else 0.8)

@@ -12,14 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.configs import HFConfig
-from engine_core.kernels import Segments, attend_segments, quick_gelu, rotary_angles
+from engine_core.kernels import Segments, attend_segments, rotary_angles
 from engine_core.nn import (
+    Activated,
     ApplyRotaryEmb,
     CosSin,
     DecoderLayer,
+    FeedForward,
     GatedMLP,
     KVCacheLayer,
     LayerNorm,
+    Linear,
+    QuickGelu,
     RMSNorm,
     RotaryCausalLM,
     SelfAttention,
@@ -56,18 +60,19 @@ class VisionAttention(nn.Module):
         return out
 
 
-class VisionMLP(nn.Module):
+class VisionMLP(FeedForward):
     """``fc2(quick_gelu(fc1(x)))``."""
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
         self.fc1 = build_replicated_linear(hidden_size, intermediate_size, bias=True)
         self.fc2 = build_replicated_linear(intermediate_size, hidden_size, bias=True)
+        self.act = QuickGelu()
+        self.activated = Activated(self.act)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[N, E]`` to ``[N, E]``."""
-        out: Tensor = self.fc2(quick_gelu(self.fc1(x)))
-        return out
+    def ends(self) -> tuple[Linear, Activated, Linear]:
+        """The first linear, its activation, and the last linear."""
+        return self.fc1, self.activated, self.fc2
 
 
 class VisionBlock(nn.Module):

@@ -108,7 +108,7 @@ class Activated(NamedTuple):
     def of(cls, x: Tensor, n: int, gated: bool = False, activation: str | None = None) -> Activated:
         """The epilogue of ``x [..., K]`` and N rows of a weight.
 
-        ``activation`` is "silu", "gelu_tanh" or "gelu", of the gate "silu" if None.
+        ``activation`` is "silu", "gelu_tanh", "gelu" or "quick_gelu", of the gate "silu" if None.
         """
         out = x.new_empty((*x.shape[:-1], n // 2 if gated else n))
         name = activation or ("silu" if gated else None)

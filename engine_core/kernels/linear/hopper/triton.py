@@ -1,9 +1,9 @@
-"""Gated linears of many rows on Hopper, in Gluon, which is Triton's language below the tile.
+"""Activated linears of many rows on Hopper, in Gluon, which is Triton's language below the tile.
 
 One warp brings tiles to shared memory with the tensor memory accelerator, and two warp groups
-multiply, each 64 rows of a tile; half of its columns are the gate's, half those of up. Programs
-stay on their multiprocessor and take tiles in turn: the loads of the next begin while this one's
-results are stored.
+multiply, each 64 rows of a tile; of a gated linear half of its columns are the gate's, half those
+of up. Programs stay on their multiprocessor and take tiles in turn: the loads of the next begin
+while this one's results are stored.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from engine_core.kernels.activation import reference
 from engine_core.kernels.launch.gluon import Family, Trial
 from engine_core.kernels.launch.hopper.triton import (
     launch_dependents,
@@ -35,9 +36,11 @@ from engine_core.kernels.launch.hopper.triton import (
 from engine_core.kernels.launch.triton import num_multiprocessors, pdl_options
 
 _FAMILY = Family("gate and up", "These and their activation take up to a fifth longer")
+_UNGATED = Family("linears with a quick GELU", "The activation is a launch of its own", ran=())
 
-# Rows of a warp group, columns of the gate in a tile and as many of up, and a step of K, which is
-# the 128 bytes of the widest swizzle. 4 steps in flight take 192 KiB of shared memory.
+# Rows of a warp group, half the rows of the weight in a tile (if it is gated, the gate's or up's),
+# and a step of K, which is the 128 bytes of the widest swizzle. 4 steps in flight take 192 KiB of
+# shared memory.
 _ROWS = gl.constexpr(64)
 _COLS = gl.constexpr(128)
 _STEP = gl.constexpr(64)
@@ -47,20 +50,22 @@ _ROW_TILES = gl.constexpr(8)
 
 
 @gluon.jit
-def _place(tile, row_tiles, col_tiles):
+def _place(tile, row_tiles, col_tiles, GATED: gl.constexpr):
     """Where a tile's rows and columns begin."""
+    COLS: gl.constexpr = _COLS if GATED else 2 * _COLS
     of_group = _ROW_TILES * col_tiles
     first = tile // of_group * _ROW_TILES
     size = gl.minimum(row_tiles - first, _ROW_TILES)
-    return (first + tile % of_group % size) * (2 * _ROWS), tile % of_group // size * _COLS
+    return (first + tile % of_group % size) * (2 * _ROWS), tile % of_group // size * COLS
 
 
 @gluon.jit
-def _load_weight(desc, boxes, barrier, stage, col, k, N):
+def _load_weight(desc, boxes, barrier, stage, col, k, N, GATED: gl.constexpr):
     """Begin to load a tile of the weight: rows of the gate, then those of up."""
+    apart = N if GATED else _COLS
     for part in gl.static_range(2):
         place = boxes.index(stage * 2 + part)
-        tma_load(desc, [part * N + col, k], barrier, place)
+        tma_load(desc, [part * apart + col, k], barrier, place)
 
 
 @gluon.jit
@@ -75,6 +80,7 @@ def _load(
     col_tiles,
     steps,
     N,
+    GATED: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """The warp that loads."""
@@ -82,22 +88,22 @@ def _load(
     swizzle: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     boxes = reinterpret(weight_smem, weight_desc.dtype, [_STAGES * 2, _COLS, _STEP], swizzle)
     # The weight is older than all kernels: its first tiles do not wait for x.
-    _, col = _place(gl.program_id(0), row_tiles, col_tiles)
+    _, col = _place(gl.program_id(0), row_tiles, col_tiles, GATED)
     preloaded = gl.minimum(steps, _STAGES)
     for stage in range(preloaded):
         mbarrier.expect(full.index(stage), BYTES)
-        _load_weight(weight_desc, boxes, full.index(stage), stage, col, stage * _STEP, N)
+        _load_weight(weight_desc, boxes, full.index(stage), stage, col, stage * _STEP, N, GATED)
     wait(PDL)
     loaded = 0
     for tile in range(gl.program_id(0), row_tiles * col_tiles, gl.num_programs(0)):
-        row, col = _place(tile, row_tiles, col_tiles)
+        row, col = _place(tile, row_tiles, col_tiles, GATED)
         for step in range(steps):
             stage = loaded % _STAGES
             barrier = full.index(stage)
             if loaded >= preloaded:
                 mbarrier.wait(empty.index(stage), (loaded // _STAGES & 1) ^ 1)
                 mbarrier.expect(barrier, BYTES)
-                _load_weight(weight_desc, boxes, barrier, stage, col, step * _STEP, N)
+                _load_weight(weight_desc, boxes, barrier, stage, col, step * _STEP, N, GATED)
             for group in gl.static_range(2):
                 place = x_smem.index(stage * 2 + group)
                 coordinates = [row + group * _ROWS, step * _STEP]
@@ -141,11 +147,42 @@ def _sigmoid(x):
 
 
 @gluon.jit
-def _biased(acc, bias_ptr, col, N, LAYOUT: gl.constexpr):
+def _quick_gelu(x):
+    """``x * sigmoid(1.702 x)``, which is ``x / 2 * (1 + tanh(0.851 x))``.
+
+    The approximate tanh is off by 5e-4 at most. A reciprocal besides the power would take as long
+    again as that: a multiprocessor makes 16 of either in the time of 128 products.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 h, t; mul.f32 t, $1, 0f3F59DB23; tanh.approx.f32 t, t;"
+        " mul.f32 h, $1, 0f3F000000; fma.rn.f32 $0, h, t, h; }",
+        "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _biased(acc, bias_ptr, col, N, GATED: gl.constexpr, LAYOUT: gl.constexpr):
     in_tile = gl.arange(0, 2 * _COLS, gl.SliceLayout(0, LAYOUT))
-    cols = col + in_tile % _COLS
-    bias = gl.load(bias_ptr + in_tile // _COLS * N + cols, mask=cols < N, other=0.0)
+    cols = col + in_tile
+    place = cols
+    if GATED:
+        cols = col + in_tile % _COLS
+        place = in_tile // _COLS * N + cols
+    bias = gl.load(bias_ptr + place, mask=cols < N, other=0.0)
     return acc + bias.to(gl.float32)[None, :]
+
+
+@gluon.jit
+def _store(values, out_desc, out_smem, row, col, GROUP: gl.constexpr):
+    """Begin to store two panels; rows and columns that the result does not have are left out."""
+    panels = _halves(values.to(out_smem.dtype))
+    for panel in gl.static_range(2):
+        buffer = out_smem.index(GROUP * 2 + panel)
+        tma.store_wait(1)
+        buffer.store(panels[panel])
+        fence_async_shared()
+        sync_threads()
+        tma_store(out_desc, [row + GROUP * _ROWS, col + panel * _STEP], buffer)
 
 
 @gluon.jit
@@ -162,6 +199,7 @@ def _multiply(
     col_tiles,
     steps,
     N,
+    GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -170,7 +208,7 @@ def _multiply(
     wait(PDL)
     used = 0
     for tile in range(gl.program_id(0), row_tiles * col_tiles, gl.num_programs(0)):
-        row, col = _place(tile, row_tiles, col_tiles)
+        row, col = _place(tile, row_tiles, col_tiles, GATED)
         acc = gl.zeros([_ROWS, 2 * _COLS], gl.float32, ACC)
         for step in range(steps):
             stage = used % _STAGES
@@ -185,24 +223,19 @@ def _multiply(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((used + _STAGES - 1) % _STAGES))
         if HAS_BIAS:
-            acc = _biased(acc, bias_ptr, col, N, ACC)
-        # Rounded where a linear followed by silu_and_mul rounds.
-        gate, up = _halves(_rounded(acc, out_smem.dtype))
-        panels = _halves((gate * _sigmoid(gate) * up).to(out_smem.dtype))
-        # Rows and columns that the result does not have are not stored.
-        for panel in gl.static_range(2):
-            buffer = out_smem.index(GROUP * 2 + panel)
-            tma.store_wait(1)
-            buffer.store(panels[panel])
-            fence_async_shared()
-            sync_threads()
-            coordinates = [row + GROUP * _ROWS, col + panel * _STEP]
-            tma_store(out_desc, coordinates, buffer)
+            acc = _biased(acc, bias_ptr, col, N, GATED, ACC)
+        # Rounded where a linear followed by an activation of its own rounds.
+        left, right = _halves(_rounded(acc, out_smem.dtype))
+        if GATED:
+            _store(left * _sigmoid(left) * right, out_desc, out_smem, row, col, GROUP)
+        else:
+            _store(_quick_gelu(left), out_desc, out_smem, row, col, GROUP)
+            _store(_quick_gelu(right), out_desc, out_smem, row, col + _COLS, GROUP)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["row_tiles", "col_tiles", "steps", "N"])
-def _gated_linear_kernel(
+def _linear_kernel(
     out_desc,
     x_desc,
     weight_desc,
@@ -211,10 +244,14 @@ def _gated_linear_kernel(
     col_tiles,
     steps,
     N,
+    GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Tiles of 2 * _ROWS rows by _COLS of N columns; the weight has rows of the gate, then up."""
+    """Tiles of 2 * _ROWS rows by _COLS of N columns; the weight has rows of the gate, then up.
+
+    By twice as many columns if it is not gated, whose activation is a quick GELU.
+    """
     launch_dependents(PDL)
     element: gl.constexpr = x_desc.dtype
     swizzle: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -233,15 +270,15 @@ def _gated_linear_kernel(
         [
             (_multiply, (
                 0, out_desc, bias_ptr, x_smem, weight_smem, out_smem, full, empty, row_tiles,
-                col_tiles, steps, N, HAS_BIAS, PDL,
+                col_tiles, steps, N, GATED, HAS_BIAS, PDL,
             )),
             (_multiply, (
                 1, out_desc, bias_ptr, x_smem, weight_smem, out_smem, full, empty, row_tiles,
-                col_tiles, steps, N, HAS_BIAS, PDL,
+                col_tiles, steps, N, GATED, HAS_BIAS, PDL,
             )),
             (_load, (
                 x_desc, weight_desc, x_smem, weight_smem, full, empty, row_tiles, col_tiles, steps,
-                N, PDL,
+                N, GATED, PDL,
             )),
         ],
         [4, 1],
@@ -250,7 +287,7 @@ def _gated_linear_kernel(
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether :func:`gated_linear` takes tensors of these shapes and places."""
+    """Whether this module takes tensors of these shapes and places."""
     return (
         x.dtype in (torch.bfloat16, torch.float16)
         and weight.dtype == x.dtype
@@ -263,12 +300,13 @@ def fits(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def is_trusted(x: Tensor, has_bias: bool) -> bool:
-    """Whether :func:`gated_linear` may be used for such rows; it may be tried for that."""
-    return _FAMILY.allows(x.device, (x.dtype, has_bias), lambda: _trial(x, has_bias))
+def is_trusted(x: Tensor, has_bias: bool, gated: bool = True) -> bool:
+    """Whether a kernel may be used for such rows; it may be tried for that."""
+    family = _FAMILY if gated else _UNGATED
+    return family.allows(x.device, (x.dtype, has_bias), lambda: _trial(x, has_bias, gated))
 
 
-def _trial(like: Tensor, has_bias: bool) -> Trial:
+def _trial(like: Tensor, has_bias: bool, gated: bool) -> Trial:
     """More tiles than programs, the last of which end early."""
     draw = torch.Generator(like.device).manual_seed(0)
 
@@ -283,9 +321,11 @@ def _trial(like: Tensor, has_bias: bool) -> Trial:
     product = x.float() @ weight.float().T
     if has_bias:
         product += bias.float()
+    given = x, weight, bias if has_bias else None
+    if not gated:
+        return Trial(lambda: quick_gelu_linear(*given), reference.quick_gelu(product))
     gate, up = product.chunk(2, -1)
-    expected = F.silu(gate) * up
-    return Trial(lambda: gated_linear(x, weight, bias if has_bias else None), expected)
+    return Trial(lambda: gated_linear(*given), F.silu(gate) * up)
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -294,13 +334,22 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     What :func:`fits` asks of x and the weight holds, and there are rows. Nothing that is still
     running writes the weight: it is read before the kernels before are waited for.
     """
+    return _launch(x, weight, bias, gated=True)
+
+
+def quick_gelu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """quick_gelu of ``x [M, K]`` by ``weight [N, K]``: ``[M, N]``; as :func:`gated_linear`."""
+    return _launch(x, weight, bias, gated=False)
+
+
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> Tensor:
     rows, k = x.shape
-    n = weight.shape[0] // 2
+    n = weight.shape[0] // 2 if gated else weight.shape[0]
     out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
     row_tiles = triton.cdiv(rows, 2 * _ROWS.value)
-    col_tiles = triton.cdiv(n, _COLS.value)
+    col_tiles = triton.cdiv(weight.shape[0], 2 * _COLS.value)
     swizzle = gl.NVMMASharedLayout(128, 16, rank=2)
-    _gated_linear_kernel[(min(num_multiprocessors(x.device), row_tiles * col_tiles),)](
+    _linear_kernel[(min(num_multiprocessors(x.device), row_tiles * col_tiles),)](
         TensorDescriptor.from_tensor(out, [_ROWS.value, _STEP.value], swizzle),
         TensorDescriptor.from_tensor(x, [_ROWS.value, _STEP.value], swizzle),
         TensorDescriptor.from_tensor(weight, [_COLS.value, _STEP.value], swizzle),
@@ -309,6 +358,7 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         col_tiles,
         k // _STEP.value,
         n,
+        GATED=gated,
         HAS_BIAS=bias is not None,
         num_warps=4,
         **pdl_options(x.device),
