@@ -10,6 +10,7 @@ import contextlib
 import http.client
 import ipaddress
 import os
+import re
 import socket
 import ssl
 import stat
@@ -20,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 from engine_core.errors import EngineDeadError, QueueFullError, RequestError, shown
 from engine_core.media.parts import MediaPart
@@ -35,6 +36,7 @@ _AT_ONCE = 8
 # What may wait for one of them, or be in it.
 _QUEUED = 256
 _PORTS = {"http": 80, "https": 443}
+_BEYOND_ASCII = re.compile(r"[^\x00-\x7f]+")
 
 
 class _Reading:
@@ -382,6 +384,7 @@ class MediaSources:
     def _answer(self, connection: http.client.HTTPConnection, url: SplitResult, host: str) -> bytes:
         path = url.path or "/"
         target = f"{path}?{url.query}" if url.query else path
+        target = _BEYOND_ASCII.sub(lambda letters: quote(letters[0]), target)
         connection.request("GET", target, headers={"Accept-Encoding": "identity"})
         with contextlib.closing(connection.getresponse()) as answer:
             if 300 <= answer.status < 400:

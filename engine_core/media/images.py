@@ -62,7 +62,8 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]
             raise RequestError(
                 f"the picture has {width} x {height} pixels, and a side may have {MAX_SIDE} at most"
             )
-        if getattr(image, "n_frames", 1) > 1:
+        # Beside a photograph a camera's file may have a preview, or what another lens saw.
+        if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
             raise RequestError(f"the picture is animated ({image.format}); send one frame of it")
         return np.asarray(_opaque(image))
     except UnidentifiedImageError:

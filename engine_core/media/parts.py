@@ -146,7 +146,7 @@ def _of_part(name: str, part: Mapping[str, Any], place: str) -> MediaPart:
         raise RequestError(
             f'{param}: is {{"url": "data:{kind}/..."}}, got {shown(value)}', param=param
         )
-    return _checked(MediaPart(kind, value or None, param, uuid))
+    return _checked(MediaPart(kind, (value or "").strip() or None, param, uuid))
 
 
 def _sound(value: Mapping[str, Any], param: str) -> str | None:

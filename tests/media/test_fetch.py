@@ -57,6 +57,8 @@ class Handler(BaseHTTPRequestHandler):
                     self.wfile.write(b"x")
                     time.sleep(0.02)
             answers = {"host": self.headers["Host"], "meet": self.path}
+            if what.startswith("own/"):
+                answers[what] = self.path
             self.wfile.write(answers[what].encode() if what in answers else CONTENT)
         except OSError:
             pass
@@ -150,6 +152,9 @@ def test_what_comes_from_an_allowed_host(sources: MediaSources, dialled: list[An
     assert read(sources, "http://public.example:8080/host") == b"public.example:8080"
     assert read(sources, "http://rebound.example/host") == b"rebound.example"
     assert dialled == [(PUBLIC, 80), (PUBLIC, 80), (PUBLIC, 8080), (PUBLIC, 80)]
+    assert read(sources, "http://public.example/own/\u00fc%20\u4e2d?a=\u00fc") == (
+        b"/own/%C3%BC%20%E4%B8%AD?a=%C3%BC"
+    )
 
 
 REFUSED = {

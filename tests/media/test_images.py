@@ -122,6 +122,14 @@ def test_animations_are_refused() -> None:
         decoded(data_url(content, "image/gif"))
 
 
+def test_a_cameras_file_of_several_pictures_shows_the_first() -> None:
+    image = Image.fromarray(np.repeat(np.repeat(PIXELS, 8, 0), 8, 1))
+    content = encoded(image, "MPO", save_all=True, append_images=[image.rotate(180)])
+    assert Image.open(BytesIO(content)).n_frames == 2
+    alone = decoded(data_url(encoded(image, "JPEG"), "image/jpeg"))
+    assert np.array_equal(decoded(data_url(content, "image/jpeg")), alone)
+
+
 def test_parts_of_messages_are_marked_and_found() -> None:
     url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aa"}}
     shown = {"type": "image", "image": PIXELS}
@@ -140,6 +148,9 @@ def test_parts_of_messages_are_marked_and_found() -> None:
         ("image", "messages.1.content.2.image"),
     ]
     assert (parts[0].value, parts[1].value is PIXELS) == ("data:image/png;base64,aa", True)
+    spaced = {"type": "image_url", "image_url": "\n data:image/png;base64,aa\n"}
+    _, (found,) = split_media([{"role": "user", "content": [spaced]}])
+    assert found.value == parts[0].value
     with pytest.raises(RequestError, match=r"messages\.0\.content\.0\.image_url: is"):
         split_media([{"role": "user", "content": [{"type": "image_url", "image_url": 5}]}])
 
