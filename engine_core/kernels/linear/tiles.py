@@ -205,12 +205,11 @@ _FP8_TILES = (
 )
 
 
-# Numbers of a weight from which MOST_LARGE_ROWS take tiles and not MOST_FP8_ROWS. Llama 3 8B's four
-# linears take 105 us at 64 rows by tiles; with rows quantised, at 128 rows, 75, and 2.6 for a
-# launch that quantises where no norm or activation does. Whole steps of 32 rows by tiles, and of
-# 128 quantised, take 92 and 94 us a layer beside attention. Smaller weights were not measured.
+# Numbers of a weight from which MOST_LARGE_ROWS take tiles and not MOST_FP8_ROWS. Steps of Llama 3
+# 8B on an H200, by tiles and with rows quantised: 32 rows 4.01 and 3.93 ms, 48 rows 4.80 and 4.29,
+# 64 rows 5.09 and 4.55. Smaller weights were not measured.
 LARGE_WEIGHT = 1 << 24
-MOST_FP8_ROWS, MOST_LARGE_ROWS = 64, 32
+MOST_FP8_ROWS, MOST_LARGE_ROWS = 64, 16
 
 
 def choose_fp8_tile(
@@ -333,9 +332,9 @@ def choose_invariant_tile(
 
 
 # What a gated activation by itself takes of the time of cuBLAS, times K: it reads and writes 3
-# values at 4 TB/s where cuBLAS multiplies and adds 2 K at 700 TFLOP/s. One of a result: 2 values,
-# where cuBLAS multiplies and adds K.
-_ACTIVATION = {True: 262, False: 350}
+# values at 4 TB/s where cuBLAS multiplies and adds 2 K at 700 TFLOP/s. A quick GELU by itself is
+# several of PyTorch's operations: for 5120x1280 it takes as long as cuBLAS from 384 rows on.
+_ACTIVATION = {True: 262, False: 1540}
 
 
 def hopper_wins(rows: int, n: int, k: int, programs: int, *, gated: bool = True) -> bool:
@@ -344,8 +343,9 @@ def hopper_wins(rows: int, n: int, k: int, programs: int, *, gated: bool = True)
     It depends on how much of the last turn of the programs through the tiles of 128 rows and 256
     columns has work, and on the activation's share. Up to 256 rows the time is more that of reading
     the weight; 64 and fewer have kernels of their own. Of a weight without a gate nothing was
-    measured yet; it is taken for more rows alone. us on H200s, cuBLAS and this: 28672x4096, 96 rows
-    68.1 and 64.7, 128 rows 72.8 and 65.9 (70.6 with a tile of
+    measured for these; it is taken for more rows alone: 5120x1280 with a quick GELU, 384 rows 19.0
+    us and 17.4, 1024 rows 42.5 and 32.3, 5476 rows 195 and 111. Gated, us on H200s, cuBLAS and
+    this: 28672x4096, 96 rows 68.1 and 64.7, 128 rows 72.8 and 65.9 (70.6 with a tile of
     :mod:`engine_core.kernels.linear.triton`), 192 rows 84.8 and 96.8, 256 rows 106.5 and 96.5, 512
     rows 186 and 205, 1024 rows 371 and 362, 1536 rows 529 and 593, 4096 rows 1499 and 1453, 8192
     rows 2951 and 2891; 17920x1536, 128 rows 22.3 and 19.9 (32.0), 256 rows 26.5 and 35.3, 8192 rows

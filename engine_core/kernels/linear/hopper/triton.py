@@ -36,7 +36,7 @@ from engine_core.kernels.launch.hopper.triton import (
 from engine_core.kernels.launch.triton import num_multiprocessors, pdl_options
 
 _FAMILY = Family("gate and up", "These and their activation take up to a fifth longer")
-_UNGATED = Family("linears with a quick GELU", "The activation is a launch of its own", ran=())
+_UNGATED = Family("linears with a quick GELU", "The activation is a launch of its own")
 
 # Rows of a warp group, half the rows of the weight in a tile (if it is gated, the gate's or up's),
 # and a step of K, which is the 128 bytes of the widest swizzle. 4 steps in flight take 192 KiB of
