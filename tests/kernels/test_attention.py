@@ -419,6 +419,48 @@ def test_hopper_kernel_leaves_zeros_for_rows_of_padding(rows: list[tuple[int, in
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size"),
+    [
+        (8, 2, 48, 64), (6, 3, 72, 16), (35, 5, 80, 64), (16, 2, 96, 32), (8, 8, 96, 256),
+        (4, 1, 160, 64), (12, 3, 192, 64), (9, 9, 192, 128), (14, 2, 256, 16), (8, 1, 256, 64),
+    ],
+)  # fmt: skip
+def test_hopper_kernel_takes_heads_of_many_widths(
+    heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    """Long rows turn over the places of queries and keys; others end within tiles, or are empty."""
+    from engine_core.kernels.attention.hopper import triton as hopper
+
+    rows = [(1, 70), (700, 1500), (65, 65), (129, 640), (30, 0), (2, 0)]
+    paged = make_paged(
+        rows, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size,
+        dtype=dtype, device="cuda", own_caches=True,
+    )  # fmt: skip
+    assert hopper.fits(paged.q, paged.k_cache, paged.v_cache)
+    scale = head_dim**-0.5
+    assert error(attend(paged, scale), attend_by_reference(paged, scale)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("head_dim", range(40, 257, 8))
+def test_hopper_kernels_parts_of_a_head_hold_it_and_fit(head_dim: int) -> None:
+    hopper = pytest.importorskip("engine_core.kernels.attention.hopper.triton")
+    form = hopper._Form.of(head_dim)
+    columns = form.main + form.rest
+    assert head_dim <= columns <= max(64, 1.25 * head_dim + 8)
+    assert form.main % 64 == 0
+    assert all(size & (size - 1) == 0 for size in (form.main, form.keys))
+    assert form.rest in (0, 16, 32, 64)
+    shared = 2 * (form.slots * 128 + form.stages * 2 * form.keys) * columns
+    assert shared <= 227 * 1024 - 2048
+    assert form.stages >= 2
+    # Results, logits and weights of a thread, of the 232 registers that it has.
+    assert (columns + form.keys + form.keys / 2) / 2 <= 180
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("num_rows", [2, 30, 150])
 def test_a_captured_step_finds_out_anew_how_long_its_rows_are(num_rows: int) -> None:

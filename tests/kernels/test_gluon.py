@@ -222,7 +222,11 @@ class Tried:
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "block_size", "dtype"),
-    [(2, 1, 64, 64, torch.bfloat16), (1, 1, 128, 256, torch.float16)],
+    [
+        (2, 1, 64, 64, torch.bfloat16),
+        (1, 1, 128, 256, torch.float16),
+        (1, 1, 80, 64, torch.bfloat16),
+    ],
 )
 def test_attention_is_tried_on_a_case_that_the_portable_kernel_solves(
     heads: int,
@@ -336,6 +340,7 @@ def test_hoppers_own_kernels_pass_their_trials(
         *((attention, (like(32, 128), 8, size, pdl)) for size in (16, 64) for pdl in (True, False)),
         (attention, (like(14, 64), 2, 64, True)),
         (attention, (like(8, 128), 8, 256, True)),
+        *((attention, (like(6, width), 3, 64, True)) for width in (72, 80, 96, 192, 256)),
         *((linear, (like(1, 64)[0], *kind)) for kind in product((False, True), repeat=2)),
         *((segments, (like(16, width), 640)) for width in (64, 72, 80, 128)),
         (segments, (like(16, 64), 5000)),
@@ -356,7 +361,8 @@ def test_they_compile_for_a_hopper_gpu_that_is_not_there(tmp_path: Path) -> None
     """By a child, for here kernels are interpreted, and with registers enough for their loops."""
     pytest.importorskip("triton", reason="triton is not installed")
     script = Path(__file__).with_name("compiled_gluon.py")
-    names = ["8B", "0.5B", "gated-bias", "quick-gelu-bias", "segments-64-long", "segments-80"]
+    names = ["8B", "0.5B", "heads-80", "heads-256"]
+    names += ["gated-bias", "quick-gelu-bias", "segments-64-long", "segments-80"]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, str(script), *names],

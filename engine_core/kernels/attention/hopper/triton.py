@@ -6,6 +6,9 @@ product with the next keys in flight beside the product with the last values (Fl
 Shah et al. 2024). Programs stay on their multiprocessor and take tiles in turn, the heaviest first.
 Rows of padding, which stand last, have no part in that: one prompt in a captured step with room for
 many must not have its tiles on a few multiprocessors.
+
+A head's columns are a main part and a rest, both powers of 2 (:class:`_Form`): heads of 80 and 96
+are not padded to 128 in any product, nor those of 192 to 256.
 """
 
 from __future__ import annotations
@@ -40,11 +43,55 @@ _FAMILY = Family("prompts' attention", "That of long prompts takes about twice a
 # Programs of a trial: few, so that each takes many tiles.
 _TRIAL_PROGRAMS = 8
 
-# Rows of a warp group, keys of a tile, and columns of a panel: the 128 bytes of the widest swizzle.
-# A tile of more columns lies in shared memory as one panel after another.
+# Rows of a warp group, and columns of a panel: the 128 bytes of the widest swizzle. A tile of more
+# columns lies in shared memory as one panel after another.
 _ROWS = gl.constexpr(64)
-_KEYS = gl.constexpr(128)
 _PANEL = gl.constexpr(64)
+# Bytes of shared memory for tiles, which leaves some for the barriers.
+_TILE_BYTES = 200 * 1024
+
+
+class _Form(NamedTuple):
+    """Tiles for heads of a width: with the registers of 232 a thread, and in shared memory.
+
+    Attributes:
+        main: columns of the first part of a head, a multiple of a panel's.
+        rest: columns of the second; 0 for none.
+        keys: of a tile.
+        slots: tiles of queries at a time.
+        stages: tiles of keys, and of values, at a time.
+    """
+
+    main: int
+    rest: int
+    keys: int
+    slots: int
+    stages: int
+
+    @classmethod
+    def of(cls, head_dim: int) -> _Form:
+        """The form for heads of at most 256 dimensions."""
+        main = min(256, max(64, 1 << head_dim.bit_length() - 1))
+        rest = 0 if head_dim <= main else max(16, triton.next_power_of_2(head_dim - main))
+        if rest > 64:
+            main, rest = main * 2, 0
+        columns = main + rest
+        # Results of 256 columns and logits of 128 keys would be more registers than there are.
+        keys = 128 if columns <= 128 else 64
+        row, stage = 4 * _ROWS.value * columns, 4 * keys * columns
+        slots = 2 if 2 * row + 2 * stage <= _TILE_BYTES else 1
+        return cls(main, rest, keys, slots, min(4, (_TILE_BYTES - slots * row) // stage))
+
+
+class _Descs(NamedTuple):
+    """Where queries, keys and values are: the main columns, and the rest."""
+
+    q: Any
+    q_rest: Any
+    k: Any
+    k_rest: Any
+    v: Any
+    v_rest: Any
 
 
 class _Plan(NamedTuple):
@@ -67,8 +114,11 @@ class _Buffers(NamedTuple):
     """Tiles in shared memory, and the barriers that say which of them are full or empty."""
 
     q: Any
+    q_rest: Any
     k: Any
+    k_rest: Any
     v: Any
+    v_rest: Any
     q_full: Any
     q_empty: Any
     k_full: Any
@@ -111,7 +161,7 @@ def _make_plan(
 
 
 @gluon.jit
-def _work(turn, plan, HEAD_TILES: gl.constexpr, TOKENS: gl.constexpr):
+def _work(turn, plan, HEAD_TILES: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr):
     """The work of this program at its ``turn``.
 
     Returns the row, where its queries begin, the first query, the number of queries and of tokens
@@ -134,26 +184,46 @@ def _work(turn, plan, HEAD_TILES: gl.constexpr, TOKENS: gl.constexpr):
     key_tiles = 0
     if first_query < num_queries:
         end = kv_len - num_queries + gl.minimum(first_query + 2 * TOKENS, num_queries)
-        key_tiles = (end + _KEYS - 1) // _KEYS
+        key_tiles = (end + KEYS - 1) // KEYS
     return row, query_begin, first_query, num_queries, kv_len, head_tile, key_tiles
 
 
 @gluon.jit
-def _load_tile(desc, boxes, stage, barrier, rows, column, BOX: gl.constexpr, PANELS: gl.constexpr):
-    """Begin to load _KEYS tokens of one head; ``rows`` says where each BOX of them begins."""
-    BOXES: gl.constexpr = _KEYS // BOX
+def _load_tile(
+    desc, rest_desc, boxes, rest_boxes, stage, barrier, rows, column, BOX: gl.constexpr,
+    FORM: gl.constexpr,
+):  # fmt: skip
+    """Begin to load tokens of one head; ``rows`` says where each BOX of them begins."""
+    PANELS: gl.constexpr = FORM.main // _PANEL
+    BOXES: gl.constexpr = FORM.keys // BOX
     for box in gl.static_range(BOXES):
         for panel in gl.static_range(PANELS):
             place = (stage * PANELS + panel) * BOXES + box
             coordinates = [rows[box], column + panel * _PANEL]
             tma_load(desc, coordinates, barrier, boxes.index(place))
+        if FORM.rest:
+            rest = [rows[box], column + FORM.main]
+            tma_load(rest_desc, rest, barrier, rest_boxes.index(stage * BOXES + box))
+
+
+@gluon.jit
+def _zero_end(chunks, stage, valid, PANELS: gl.constexpr, WIDTH: gl.constexpr, KEYS: gl.constexpr):
+    """Put zeros behind ``valid`` rows of a tile of values, ``chunks [..., 8, WIDTH]``."""
+    CHUNKS: gl.constexpr = KEYS // 8
+    LANES: gl.constexpr = WIDTH // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [1, 1], [1, 0])
+    in_chunk = gl.arange(0, 8, gl.SliceLayout(1, layout))
+    for chunk in range(valid // 8, CHUNKS):
+        for panel in gl.static_range(PANELS):
+            values = chunks.index((stage * PANELS + panel) * CHUNKS + chunk)
+            x = values.load(layout)
+            keep = (chunk * 8 + in_chunk < valid)[:, None]
+            values.store(gl.where(keep, x, gl.zeros_like(x)))
 
 
 @gluon.jit
 def _load(
-    q_desc,
-    k_desc,
-    v_desc,
+    descs,
     buffers,
     plan,
     block_tables_ptr,
@@ -164,53 +234,70 @@ def _load(
     TILES_OF_GROUP: gl.constexpr,
     PACKED: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
-    D: gl.constexpr,
-    STAGES: gl.constexpr,
+    FORM: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """The warp that loads."""
-    PANELS: gl.constexpr = D // _PANEL
+    KEYS: gl.constexpr = FORM.keys
+    REST: gl.constexpr = FORM.rest
+    STAGES: gl.constexpr = FORM.stages
+    SLOTS: gl.constexpr = FORM.slots
+    COLUMNS: gl.constexpr = FORM.main + REST
+    PANELS: gl.constexpr = FORM.main // _PANEL
     TOKENS: gl.constexpr = _ROWS // PACKED
-    BOX: gl.constexpr = min(BLOCK_SIZE, _KEYS)
-    BOXES: gl.constexpr = _KEYS // BOX
-    TILE_BYTES: gl.constexpr = _KEYS * D * 2
+    BOX: gl.constexpr = min(BLOCK_SIZE, KEYS)
+    BOXES: gl.constexpr = KEYS // BOX
+    TILE_BYTES: gl.constexpr = KEYS * COLUMNS * 2
+    element: gl.constexpr = descs.k.dtype
     panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    k_boxes = reinterpret(buffers.k, k_desc.dtype, [STAGES * PANELS * BOXES, BOX, _PANEL], panels)
-    v_boxes = reinterpret(buffers.v, v_desc.dtype, [STAGES * PANELS * BOXES, BOX, _PANEL], panels)
+    k_boxes = reinterpret(buffers.k, element, [STAGES * PANELS * BOXES, BOX, _PANEL], panels)
+    v_boxes = reinterpret(buffers.v, element, [STAGES * PANELS * BOXES, BOX, _PANEL], panels)
     # Shared memory of a swizzled panel repeats every 8 rows.
-    CHUNKS: gl.constexpr = _KEYS // 8
-    v_chunks = reinterpret(buffers.v, v_desc.dtype, [STAGES * PANELS * CHUNKS, 8, _PANEL], panels)
-    chunk_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    in_chunk = gl.arange(0, 8, gl.SliceLayout(1, chunk_layout))
+    CHUNKS: gl.constexpr = KEYS // 8
+    v_chunks = reinterpret(buffers.v, element, [STAGES * PANELS * CHUNKS, 8, _PANEL], panels)
     q_panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
-    q_boxes = reinterpret(buffers.q, q_desc.dtype, [4 * PANELS, TOKENS, PACKED, _PANEL], q_panels)
+    q_boxes = reinterpret(
+        buffers.q, element, [2 * SLOTS * PANELS, TOKENS, PACKED, _PANEL], q_panels
+    )
+    q_rests, k_rests, v_rests, rest_chunks = q_boxes, k_boxes, v_boxes, v_chunks
+    if REST:
+        rest: gl.constexpr = gl.NVMMASharedLayout(2 * REST, 16, rank=2)
+        q_rest: gl.constexpr = gl.NVMMASharedLayout(2 * REST, 16, rank=3)
+        q_rests = reinterpret(buffers.q_rest, element, [2 * SLOTS, TOKENS, PACKED, REST], q_rest)
+        k_rests = reinterpret(buffers.k_rest, element, [STAGES * BOXES, BOX, REST], rest)
+        v_rests = reinterpret(buffers.v_rest, element, [STAGES * BOXES, BOX, REST], rest)
+        rest_chunks = reinterpret(buffers.v_rest, element, [STAGES * CHUNKS, 8, REST], rest)
     wait(PDL)
     items = 0
     loaded = 0
     ends = 0
     # The next tile is looked up while this one is computed.
-    work = _work(0, plan, HEAD_TILES, TOKENS)
+    work = _work(0, plan, HEAD_TILES, TOKENS, KEYS)
     for turn in range(plan.turns):
         row, query_begin, first_query, _, kv_len, head_tile, key_tiles = work
-        work = _work(turn + 1, plan, HEAD_TILES, TOKENS)
+        work = _work(turn + 1, plan, HEAD_TILES, TOKENS, KEYS)
         if key_tiles > 0:
-            slot = items % 2
-            mbarrier.wait(buffers.q_empty.index(slot), (items // 2 & 1) ^ 1)
+            slot = items % SLOTS
+            mbarrier.wait(buffers.q_empty.index(slot), (items // SLOTS & 1) ^ 1)
             full = buffers.q_full.index(slot)
-            mbarrier.expect(full, 2 * _ROWS * D * 2)
+            mbarrier.expect(full, 2 * _ROWS * COLUMNS * 2)
             for group in gl.static_range(2):
                 token = query_begin + first_query + group * TOKENS
                 for panel in gl.static_range(PANELS):
                     coordinates = [token, head_tile * PACKED, panel * _PANEL]
                     place = q_boxes.index((slot * 2 + group) * PANELS + panel)
-                    tma_load(q_desc, coordinates, buffers.q_full.index(slot), place)
+                    tma_load(descs.q, coordinates, buffers.q_full.index(slot), place)
+                if REST:
+                    coordinates = [token, head_tile * PACKED, FORM.main]
+                    place = q_rests.index(slot * 2 + group)
+                    tma_load(descs.q_rest, coordinates, buffers.q_full.index(slot), place)
             items += 1
             kv_head = head_tile // TILES_OF_GROUP
             table_ptr = block_tables_ptr + row.to(gl.int64) * table_stride
             for tile in range(key_tiles):
                 rows = ()
                 for box in gl.static_range(BOXES):
-                    position = tile * _KEYS + box * BOX
+                    position = tile * KEYS + box * BOX
                     # Beyond the row's tokens its last block is read again.
                     block = gl.load(table_ptr + gl.minimum(position, kv_len - 1) // BLOCK_SIZE)
                     cache_row = block * BLOCK_SIZE + position % BLOCK_SIZE
@@ -221,28 +308,32 @@ def _load(
                 mbarrier.expect(buffers.k_full.index(stage), TILE_BYTES)
                 column = kv_head * k_head_stride
                 _load_tile(
-                    k_desc, k_boxes, stage, buffers.k_full.index(stage), rows, column, BOX, PANELS
-                )
+                    descs.k, descs.k_rest, k_boxes, k_rests, stage, buffers.k_full.index(stage),
+                    rows, column, BOX, FORM,
+                )  # fmt: skip
                 mbarrier.wait(buffers.v_empty.index(stage), parity)
                 column = kv_head * v_head_stride
-                valid = kv_len - tile * _KEYS
-                if valid >= _KEYS:
+                valid = kv_len - tile * KEYS
+                if valid >= KEYS:
                     barrier = buffers.v_full.index(stage)
                     mbarrier.expect(barrier, TILE_BYTES)
-                    _load_tile(v_desc, v_boxes, stage, barrier, rows, column, BOX, PANELS)
+                    _load_tile(
+                        descs.v, descs.v_rest, v_boxes, v_rests, stage, barrier, rows, column, BOX,
+                        FORM,
+                    )  # fmt: skip
                 else:
                     # Slots behind the last token may hold anything, and 0 * NaN is NaN.
                     barrier = buffers.end_full.index(0)
                     mbarrier.expect(barrier, TILE_BYTES)
-                    _load_tile(v_desc, v_boxes, stage, barrier, rows, column, BOX, PANELS)
+                    _load_tile(
+                        descs.v, descs.v_rest, v_boxes, v_rests, stage, barrier, rows, column, BOX,
+                        FORM,
+                    )  # fmt: skip
                     mbarrier.wait(barrier, ends & 1)
                     ends += 1
-                    for chunk in range(valid // 8, CHUNKS):
-                        for panel in gl.static_range(PANELS):
-                            values = v_chunks.index((stage * PANELS + panel) * CHUNKS + chunk)
-                            x = values.load(chunk_layout)
-                            keep = (chunk * 8 + in_chunk < valid)[:, None]
-                            values.store(gl.where(keep, x, gl.zeros_like(x)))
+                    _zero_end(v_chunks, stage, valid, PANELS, _PANEL, KEYS)
+                    if REST:
+                        _zero_end(rest_chunks, stage, valid, 1, REST, KEYS)
                     fence_async_shared()
                     mbarrier.arrive(buffers.v_full.index(stage))
                 loaded += 1
@@ -251,14 +342,14 @@ def _load(
 @gluon.jit
 def _softmax(
     logits, maximum, denominator, scale, first_key, query_pos, MASKED: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    KEYS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Fold logits into the running softmax of each row; returns weights and the old one's factor.
 
     A row's first tile has a key that it sees, so that no maximum is infinite.
     """
     if MASKED:
-        keys = gl.arange(0, _KEYS, gl.SliceLayout(0, LAYOUT))
+        keys = gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))
         logits = gl.where(keys[None, :] <= (query_pos - first_key)[:, None], logits, float("-inf"))
     new_maximum = gl.maximum(maximum, gl.max(logits, axis=1))
     subtrahend = new_maximum * scale
@@ -269,56 +360,106 @@ def _softmax(
 
 
 @gluon.jit
+def _multiply_keys(q, q_rest, buffers, stage, FORM: gl.constexpr, LOGITS: gl.constexpr):
+    """Begin the product of queries and a tile of keys."""
+    KEYS: gl.constexpr = FORM.keys
+    logits = gl.zeros([_ROWS, KEYS], gl.float32, LOGITS)
+    k = buffers.k.index(stage).permute((1, 0))
+    logits = warpgroup_mma(q, k, logits, use_acc=False, is_async=True)
+    if FORM.rest:
+        # The queries' columns beyond a head are zeros, whatever the keys' are.
+        k_rest = buffers.k_rest.index(stage).permute((1, 0))
+        logits = warpgroup_mma(q_rest, k_rest, logits, is_async=True)
+    return logits
+
+
+@gluon.jit
 def _attend_tile(
     acc,
+    rest,
     weights,
     maximum,
     denominator,
     used,
     tile,
     q,
+    q_rest,
     query_pos,
     scale,
     buffers,
     MASKED: gl.constexpr,
-    STAGES: gl.constexpr,
+    FORM: gl.constexpr,
     LOGITS: gl.constexpr,
     ACC: gl.constexpr,
+    ACC_REST: gl.constexpr,
     WEIGHTS: gl.constexpr,
 ):
     """Multiply with the keys of a tile, and ``weights`` with the values of the one before."""
+    STAGES: gl.constexpr = FORM.stages
     stage = used % STAGES
     before = (used - 1) % STAGES
     mbarrier.wait(buffers.k_full.index(stage), used // STAGES & 1)
-    logits = gl.zeros([_ROWS, _KEYS], gl.float32, LOGITS)
-    k = buffers.k.index(stage).permute((1, 0))
-    logits = warpgroup_mma(q, k, logits, use_acc=False, is_async=True)
+    logits = _multiply_keys(q, q_rest, buffers, stage, FORM, LOGITS)
     mbarrier.wait(buffers.v_full.index(before), (used - 1) // STAGES & 1)
     acc = warpgroup_mma(weights, buffers.v.index(before), acc, is_async=True)
-    logits = warpgroup_mma_wait(1, deps=(logits,))
+    if FORM.rest:
+        same = gl.convert_layout(weights, gl.DotOperandLayout(0, ACC_REST, 2))
+        rest = warpgroup_mma(same, buffers.v_rest.index(before), rest, is_async=True)
+        logits = warpgroup_mma_wait(2, deps=(logits,))
+    else:
+        logits = warpgroup_mma_wait(1, deps=(logits,))
     mbarrier.arrive(buffers.k_empty.index(stage))
     weights, maximum, denominator, rescale = _softmax(
-        logits, maximum, denominator, scale, tile * _KEYS, query_pos, MASKED, LOGITS
+        logits, maximum, denominator, scale, tile * FORM.keys, query_pos, MASKED, FORM.keys, LOGITS
     )
-    acc = warpgroup_mma_wait(0, deps=(acc,))
+    if FORM.rest:
+        acc, rest = warpgroup_mma_wait(0, deps=(acc, rest))
+        rest = rest * gl.convert_layout(rescale, gl.SliceLayout(1, ACC_REST))[:, None]
+    else:
+        acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(buffers.v_empty.index(before))
     acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, ACC))[:, None]
     weights = gl.convert_layout(weights.to(buffers.v.dtype), WEIGHTS)
-    return acc, weights, maximum, denominator
+    return acc, rest, weights, maximum, denominator
 
 
 @gluon.jit
 def _store(
     out_ptr, y, query_begin, first_query, num_queries, head_tile, NUM_HEADS: gl.constexpr,
-    PACKED: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr,
+    PACKED: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr, D: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
+    """Store COLUMNS of heads of D, from FIRST on."""
     in_tile = gl.arange(0, _ROWS, gl.SliceLayout(1, LAYOUT))
-    dims = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    dims = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     queries = first_query + in_tile // PACKED
     heads = head_tile * PACKED + in_tile % PACKED
     rows = (query_begin + queries).to(gl.int64) * NUM_HEADS + heads
     mask = (queries < num_queries)[:, None]
+    if FIRST + COLUMNS > D:
+        mask = mask & (dims < D)[None, :]
     gl.store(out_ptr + rows[:, None] * D + dims[None, :], y, mask=mask)
+
+
+@gluon.jit
+def _zero_padding(
+    out_ptr, plan, group, NUM_HEADS: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
+    D: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Store zeros as COLUMNS of the results of rows of padding, from FIRST on."""
+    zeros = gl.zeros([_ROWS, COLUMNS], out_ptr.dtype.element_ty, LAYOUT)
+    rows = gl.arange(0, _ROWS, gl.SliceLayout(1, LAYOUT))
+    dims = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    first = plan.pad_begin.to(gl.int64) * NUM_HEADS
+    count = (plan.pad_end - plan.pad_begin) * NUM_HEADS
+    start = (gl.program_id(0) * 2 + group) * _ROWS
+    for begin in range(start, count, gl.num_programs(0) * 2 * _ROWS):
+        place = begin + rows
+        pointers = out_ptr + (first + place)[:, None] * D + dims[None, :]
+        mask = (place < count)[:, None]
+        if FIRST + COLUMNS > D:
+            mask = mask & (dims < D)[None, :]
+        gl.store(pointers, zeros, mask=mask)
 
 
 @gluon.jit
@@ -332,100 +473,123 @@ def _attend(
     HEAD_TILES: gl.constexpr,
     PACKED: gl.constexpr,
     D: gl.constexpr,
-    STAGES: gl.constexpr,
+    FORM: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """A warp group that multiplies: the first or second half of a tile's rows."""
+    KEYS: gl.constexpr = FORM.keys
+    MAIN: gl.constexpr = FORM.main
+    STAGES: gl.constexpr = FORM.stages
+    SLOTS: gl.constexpr = FORM.slots
+    # Without a rest the smallest, which nothing uses.
+    REST: gl.constexpr = FORM.rest if FORM.rest else 16
     TOKENS: gl.constexpr = _ROWS // PACKED
-    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
+    ACC_REST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     # 16 bytes per thread.
-    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // MAIN, MAIN // 8], [4, 1], [1, 0])
+    OUT_REST: gl.constexpr = gl.BlockedLayout([1, 8], [256 // REST, REST // 8], [4, 1], [1, 0])
     in_tile = gl.arange(0, _ROWS, gl.SliceLayout(1, LOGITS))
     wait(PDL)
     items = 0
     used = 0
-    work = _work(0, plan, HEAD_TILES, TOKENS)
+    work = _work(0, plan, HEAD_TILES, TOKENS, KEYS)
     for turn in range(plan.turns):
         _, query_begin, first_query, num_queries, kv_len, head_tile, key_tiles = work
-        work = _work(turn + 1, plan, HEAD_TILES, TOKENS)
+        work = _work(turn + 1, plan, HEAD_TILES, TOKENS, KEYS)
         if key_tiles > 0:
             first_query += GROUP * TOKENS
             first_pos = kv_len - num_queries + first_query
             query_pos = first_pos + in_tile // PACKED
             # Key tiles that all of these queries see as a whole.
-            full = (first_pos + 1) // _KEYS
-            slot = items % 2
-            mbarrier.wait(buffers.q_full.index(slot), items // 2 & 1)
+            full = (first_pos + 1) // KEYS
+            slot = items % SLOTS
+            mbarrier.wait(buffers.q_full.index(slot), items // SLOTS & 1)
             q = buffers.q.index(slot * 2 + GROUP)
+            q_rest = buffers.q_rest.index(slot * 2 + GROUP if FORM.rest else 0)
 
             stage = used % STAGES
             mbarrier.wait(buffers.k_full.index(stage), used // STAGES & 1)
-            logits = gl.zeros([_ROWS, _KEYS], gl.float32, LOGITS)
-            k = buffers.k.index(stage).permute((1, 0))
-            logits = warpgroup_mma(q, k, logits, use_acc=False, is_async=True)
+            logits = _multiply_keys(q, q_rest, buffers, stage, FORM, LOGITS)
             logits = warpgroup_mma_wait(0, deps=(logits,))
             mbarrier.arrive(buffers.k_empty.index(stage))
             maximum = gl.full([_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LOGITS))
             denominator = gl.zeros([_ROWS], gl.float32, gl.SliceLayout(1, LOGITS))
             if full > 0:
                 weights, maximum, denominator, _unused = _softmax(
-                    logits, maximum, denominator, scale, 0, query_pos, False, LOGITS
+                    logits, maximum, denominator, scale, 0, query_pos, False, KEYS, LOGITS
                 )
             else:
                 weights, maximum, denominator, _unused = _softmax(
-                    logits, maximum, denominator, scale, 0, query_pos, True, LOGITS
+                    logits, maximum, denominator, scale, 0, query_pos, True, KEYS, LOGITS
                 )
             weights = gl.convert_layout(weights.to(buffers.v.dtype), WEIGHTS)
-            acc = gl.zeros([_ROWS, D], gl.float32, ACC)
+            acc = gl.zeros([_ROWS, MAIN], gl.float32, ACC)
+            rest = gl.zeros([_ROWS, REST], gl.float32, ACC_REST)
             used += 1
             full = gl.minimum(gl.maximum(full, 1), key_tiles)
             for tile in range(1, full):
-                acc, weights, maximum, denominator = _attend_tile(
-                    acc, weights, maximum, denominator, used, tile, q, query_pos, scale, buffers,
-                    False, STAGES, LOGITS, ACC, WEIGHTS,
+                acc, rest, weights, maximum, denominator = _attend_tile(
+                    acc, rest, weights, maximum, denominator, used, tile, q, q_rest, query_pos,
+                    scale, buffers, False, FORM, LOGITS, ACC, ACC_REST, WEIGHTS,
                 )  # fmt: skip
                 used += 1
             for tile in range(full, key_tiles):
-                acc, weights, maximum, denominator = _attend_tile(
-                    acc, weights, maximum, denominator, used, tile, q, query_pos, scale, buffers,
-                    True, STAGES, LOGITS, ACC, WEIGHTS,
+                acc, rest, weights, maximum, denominator = _attend_tile(
+                    acc, rest, weights, maximum, denominator, used, tile, q, q_rest, query_pos,
+                    scale, buffers, True, FORM, LOGITS, ACC, ACC_REST, WEIGHTS,
                 )  # fmt: skip
                 used += 1
             before = (used - 1) % STAGES
             mbarrier.wait(buffers.v_full.index(before), (used - 1) // STAGES & 1)
             acc = warpgroup_mma(weights, buffers.v.index(before), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
+            if FORM.rest:
+                same = gl.convert_layout(weights, gl.DotOperandLayout(0, ACC_REST, 2))
+                rest = warpgroup_mma(same, buffers.v_rest.index(before), rest, is_async=True)
+                acc, rest = warpgroup_mma_wait(0, deps=(acc, rest))
+            else:
+                acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(buffers.v_empty.index(before))
             y = acc / gl.convert_layout(denominator, gl.SliceLayout(1, ACC))[:, None]
             # By way of the queries' place, to be stored in whole lines.
             q.store(y.to(buffers.q.dtype))
             y = q.load(OUT)
+            y_rest = y
+            if FORM.rest:
+                y_rest = rest / gl.convert_layout(denominator, gl.SliceLayout(1, ACC_REST))[:, None]
+                q_rest.store(y_rest.to(buffers.q.dtype))
+                y_rest = q_rest.load(OUT_REST)
             fence_async_shared()
             mbarrier.arrive(buffers.q_empty.index(slot))
             items += 1
             _store(
-                out_ptr, y, query_begin, first_query, num_queries, head_tile, NUM_HEADS, PACKED, D,
-                OUT,
+                out_ptr, y, query_begin, first_query, num_queries, head_tile, NUM_HEADS, PACKED, 0,
+                MAIN, D, OUT,
             )  # fmt: skip
+            if FORM.rest:
+                _store(
+                    out_ptr, y_rest, query_begin, first_query, num_queries, head_tile, NUM_HEADS,
+                    PACKED, MAIN, REST, D, OUT_REST,
+                )  # fmt: skip
         elif first_query >= 0:
             # A row without tokens in the cache, among others.
-            y = gl.zeros([_ROWS, D], buffers.q.dtype, OUT)
+            first_query += GROUP * TOKENS
+            y = gl.zeros([_ROWS, MAIN], buffers.q.dtype, OUT)
             _store(
-                out_ptr, y, query_begin, first_query + GROUP * TOKENS, num_queries, head_tile,
-                NUM_HEADS, PACKED, D, OUT,
+                out_ptr, y, query_begin, first_query, num_queries, head_tile, NUM_HEADS, PACKED, 0,
+                MAIN, D, OUT,
             )  # fmt: skip
-    zeros = gl.zeros([_ROWS, D], buffers.q.dtype, OUT)
-    rows = gl.arange(0, _ROWS, gl.SliceLayout(1, OUT))
-    dims = gl.arange(0, D, gl.SliceLayout(0, OUT))
-    first = plan.pad_begin.to(gl.int64) * NUM_HEADS
-    count = (plan.pad_end - plan.pad_begin) * NUM_HEADS
-    start = (gl.program_id(0) * 2 + GROUP) * _ROWS
-    for begin in range(start, count, gl.num_programs(0) * 2 * _ROWS):
-        place = begin + rows
-        pointers = out_ptr + (first + place)[:, None] * D + dims[None, :]
-        gl.store(pointers, zeros, mask=(place < count)[:, None])
+            if FORM.rest:
+                y_rest = gl.zeros([_ROWS, REST], buffers.q.dtype, OUT_REST)
+                _store(
+                    out_ptr, y_rest, query_begin, first_query, num_queries, head_tile, NUM_HEADS,
+                    PACKED, MAIN, REST, D, OUT_REST,
+                )  # fmt: skip
+    _zero_padding(out_ptr, plan, GROUP, NUM_HEADS, 0, MAIN, D, OUT)
+    if FORM.rest:
+        _zero_padding(out_ptr, plan, GROUP, NUM_HEADS, MAIN, REST, D, OUT_REST)
 
 
 @gluon.jit(
@@ -440,8 +604,11 @@ def _attend(
 def _hopper_prefill_kernel(
     out_ptr,
     q_desc,
+    q_rest_desc,
     k_desc,
+    k_rest_desc,
     v_desc,
+    v_rest_desc,
     block_tables_ptr,
     query_start_ptr,
     kv_lens_ptr,
@@ -457,27 +624,41 @@ def _hopper_prefill_kernel(
     PACKED: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     D: gl.constexpr,
-    STAGES: gl.constexpr,
+    FORM: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Tiles of 2 * _ROWS (query, head) pairs; PACKED heads of a query are adjacent rows."""
     launch_dependents(PDL)
     element: gl.constexpr = k_desc.dtype
+    MAIN: gl.constexpr = FORM.main
+    KEYS: gl.constexpr = FORM.keys
+    STAGES: gl.constexpr = FORM.stages
+    SLOTS: gl.constexpr = FORM.slots
+    # Without a rest the smallest place, which nothing uses.
+    REST: gl.constexpr = FORM.rest if FORM.rest else 16
+    REST_QUERIES: gl.constexpr = 2 * SLOTS if FORM.rest else 1
+    REST_ROWS: gl.constexpr = _ROWS if FORM.rest else 16
+    REST_STAGES: gl.constexpr = STAGES if FORM.rest else 1
+    REST_KEYS: gl.constexpr = KEYS if FORM.rest else 16
     panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    rest: gl.constexpr = gl.NVMMASharedLayout(2 * REST, 16, rank=2)
     single: gl.constexpr = mbarrier.MBarrierLayout()
     buffers = _Buffers(
-        gl.allocate_shared_memory(element, [4, _ROWS, D], panels),
-        gl.allocate_shared_memory(element, [STAGES, _KEYS, D], panels),
-        gl.allocate_shared_memory(element, [STAGES, _KEYS, D], panels),
-        gl.allocate_shared_memory(gl.int64, [2, 1], single),
-        gl.allocate_shared_memory(gl.int64, [2, 1], single),
+        gl.allocate_shared_memory(element, [2 * SLOTS, _ROWS, MAIN], panels),
+        gl.allocate_shared_memory(element, [REST_QUERIES, REST_ROWS, REST], rest),
+        gl.allocate_shared_memory(element, [STAGES, KEYS, MAIN], panels),
+        gl.allocate_shared_memory(element, [REST_STAGES, REST_KEYS, REST], rest),
+        gl.allocate_shared_memory(element, [STAGES, KEYS, MAIN], panels),
+        gl.allocate_shared_memory(element, [REST_STAGES, REST_KEYS, REST], rest),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], single),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], single),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], single),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], single),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], single),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], single),
         gl.allocate_shared_memory(gl.int64, [1, 1], single),
     )
-    for slot in gl.static_range(2):
+    for slot in gl.static_range(SLOTS):
         mbarrier.init(buffers.q_full.index(slot), count=1)
         mbarrier.init(buffers.q_empty.index(slot), count=2)
     for stage in gl.static_range(STAGES):
@@ -490,19 +671,19 @@ def _hopper_prefill_kernel(
     wait(PDL)
     TOKENS: gl.constexpr = _ROWS // PACKED
     plan = _make_plan(query_start_ptr, kv_lens_ptr, first_row, num_rows, HEAD_TILES, TOKENS)
+    descs = _Descs(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc)
     # Registers of a thread: 2 * 128 * 232 + 128 * 40 fit a multiprocessor's 65536.
     gl.warp_specialize(
         [
             (_attend, (
-                0, out_ptr, buffers, plan, scale, NUM_HEADS, HEAD_TILES, PACKED, D, STAGES, PDL,
+                0, out_ptr, buffers, plan, scale, NUM_HEADS, HEAD_TILES, PACKED, D, FORM, PDL,
             )),
             (_attend, (
-                1, out_ptr, buffers, plan, scale, NUM_HEADS, HEAD_TILES, PACKED, D, STAGES, PDL,
+                1, out_ptr, buffers, plan, scale, NUM_HEADS, HEAD_TILES, PACKED, D, FORM, PDL,
             )),
             (_load, (
-                q_desc, k_desc, v_desc, buffers, plan, block_tables_ptr, table_stride,
-                k_head_stride, v_head_stride, HEAD_TILES, TILES_OF_GROUP, PACKED, BLOCK_SIZE, D,
-                STAGES, PDL,
+                descs, buffers, plan, block_tables_ptr, table_stride, k_head_stride, v_head_stride,
+                HEAD_TILES, TILES_OF_GROUP, PACKED, BLOCK_SIZE, FORM, PDL,
             )),
         ],
         [4, 1],
@@ -514,7 +695,8 @@ def takes(q: Tensor, block_size: int, v_head_dim: int) -> bool:
     """Whether there is a kernel for such queries and blocks, wherever they lie."""
     return (
         q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[2] in (64, 128)
+        and 32 < q.shape[2] <= 256
+        and q.shape[2] % 8 == 0
         and v_head_dim == q.shape[2]
         and block_size >= 16
         and (128 % block_size == 0 or block_size % 128 == 0)
@@ -609,31 +791,26 @@ def prefill(call: Call, scale: float, num_programs: int, pdl: bool) -> None:
     # As many heads of a group as divide both it and the rows of a warp group.
     packed = min(group_size & -group_size, _ROWS.value)
     tokens = _ROWS.value // packed
-    q_desc = TensorDescriptor(
-        q,
-        list(q.shape),
-        list(q.stride()),
-        [tokens, packed, _PANEL.value],
-        gl.NVMMASharedLayout(128, 16, rank=3),
-    )
-    k_desc, v_desc = (
-        TensorDescriptor(
-            cache,
-            [cache.shape[0] * block_size, (num_kv_heads - 1) * cache.stride(2) + head_dim],
-            [cache.stride(1), 1],
-            [min(block_size, _KEYS.value), _PANEL.value],
-            gl.NVMMASharedLayout(128, 16, rank=2),
-        )
-        for cache in (call.k_cache, call.v_cache)
-    )
+    form = _Form.of(head_dim)
+    descs: list[TensorDescriptor | None] = []
+    for part in (q, call.k_cache, call.v_cache):
+        shape, strides, box = list(q.shape), list(q.stride()), [tokens, packed]
+        if part is not q:
+            width = (num_kv_heads - 1) * part.stride(2) + head_dim
+            shape, strides = [part.shape[0] * block_size, width], [part.stride(1), 1]
+            box = [min(block_size, form.keys)]
+        for columns in (_PANEL.value, form.rest):
+            if not columns:
+                descs.append(None)
+                continue
+            swizzle = gl.NVMMASharedLayout(2 * columns, 16, rank=len(shape))
+            descs.append(TensorDescriptor(part, shape, strides, [*box, columns], swizzle))
     head_tiles = num_heads // packed
     query_tiles = triton.cdiv(call.max_query_len, 2 * tokens)
     items = query_tiles * num_rows * head_tiles
     _hopper_prefill_kernel[(min(num_programs, items),)](
         call.out,
-        q_desc,
-        k_desc,
-        v_desc,
+        *descs,
         call.block_tables,
         call.query_start,
         call.kv_lens,
@@ -649,8 +826,7 @@ def prefill(call: Call, scale: float, num_programs: int, pdl: bool) -> None:
         PACKED=packed,
         BLOCK_SIZE=block_size,
         D=head_dim,
-        # 128 KiB of keys and values, 32 or 64 KiB of queries.
-        STAGES=256 // head_dim,
+        FORM=form,
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,
