@@ -1,6 +1,7 @@
 """Time decode steps and first tokens of shapes that are drawn at random, beside their floors.
 
-    python benchmarks/draws.py [--seed 1] [--draws 12] [--seconds 0.3] [--prepare 6]
+    python benchmarks/draws.py [--seed 1] [--draws 12] [--only 0,7] [--seconds 0.3] [--prepare 6]
+        [--try "0:5632x1280=32,128,1,xw,4,4,256" ...]
     python benchmarks/draws.py --dry-run
 
 A draw is a Llama-like shape (hidden sizes of 1,024 to 5,120, heads 64 to 256 wide, 8 to 40 layers,
@@ -8,8 +9,10 @@ vocabularies of 32,000 to 256,000), rows (1 to 300) and the tokens that each has
 drawn by their logarithms; weights and cache have room on a card. They hold random values, and a
 step is timed as ``benchmarks/decode.py`` does. A floor is the bytes of the weights and of the cache
 at 4.28 TB/s, or the products at 781 TFLOP/s if they take longer; the first token is that of one
-prompt of at most 8,192 tokens. ``--prepare`` compiles the kernels of so many draws at a time first,
-each in a process of its own with a model of two layers. ``--dry-run`` prints the draws.
+prompt of at most 8,192 tokens, once the kernels of its step are compiled. ``--prepare`` compiles
+the kernels of so many draws at a time first, each in a process of its own with a model of two
+layers. Each ``--try`` is a draw's number and settings as of ``benchmarks/tiles.py``: the draw's
+step is timed with them, in turns with the step as it is. ``--dry-run`` prints the draws.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import argparse
 import json
 import math
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,8 +35,10 @@ import torch
 
 from benchmarks.decode import place_rows, replay_ms
 from benchmarks.gpu import release, runner
+from benchmarks.tiles import captured_steps, times_in_turn
 from engine_core import LLM, EngineConfig, own_process
 from engine_core.kernels.codes import cache_parts
+from engine_core.runtime.step_batch import GraphKey
 
 BANDWIDTH, PRODUCTS = 4.28e12, 781e12
 MOST_WEIGHTS, MOST_CACHE = 40e9, 50e9
@@ -154,34 +160,51 @@ def opened(draw: Draw, layers: int, folder: Path) -> LLM:
     )
 
 
+def await_kernels(worker: Any, prompt: int) -> None:
+    """Wait for the kernels of a prompt's step, which are compiled beside a start."""
+    steps = worker._graph_steps
+    key = steps._own_shape(GraphKey(prompt, 0, 1))
+    steps._state.compiles.wait(steps._others if key is None else key)
+
+
 @torch.inference_mode()
-def measure(draw: Draw, layers: int, folder: Path, seconds: float) -> tuple[float, float, str]:
+def measure(
+    draw: Draw, layers: int, folder: Path, seconds: float, tries: list[str]
+) -> tuple[float, float, str]:
     """Seconds of a step and to a prompt's first token, and the clock and power of the steps."""
     prompt = min(draw.tokens, LONGEST_PROMPT)
     own_process.claim()
     with opened(draw, layers, folder) as llm:
         run = runner(llm)
+        worker = llm.engine.core.executor._runner
+        await_kernels(worker, prompt)
         tokens = [7] * prompt
         times = sorted(run([tokens], [1]) for _ in range(5))
-        worker = llm.engine.core.executor._runner
         for pair in worker.kv_cache:
             for part in pair:
                 cache_parts(part)[0].normal_()
         place_rows(worker, [draw.tokens] * draw.rows)
         graphs = worker._decode_graphs
-        _, steady, said = replay_ms(graphs, [draw.tokens] * draw.rows, seconds)
+        positions = [draw.tokens] * draw.rows
+        _, steady, said = replay_ms(graphs, positions, seconds)
+        if tries:
+            captured = captured_steps(worker, positions, tries, "a try")
+            for text, ms in times_in_turn(graphs, captured, positions, 5).items():
+                figures = f"{min(ms):8.4f} {statistics.median(ms):8.4f}"
+                print(f"      {figures} {text or 'as it is'}", flush=True)
     release()
     return steady / 1e3, times[1], said
 
 
-def prepare(arguments: argparse.Namespace, count: int) -> None:
-    """Compile the kernels of all draws, several at a time."""
+def prepare(arguments: argparse.Namespace, chosen: list[int]) -> None:
+    """Compile the kernels of the chosen draws, several at a time."""
     begin = time.perf_counter()
-    waiting, running = list(range(count)), []
+    waiting, running = list(chosen), []
     while waiting or running:
         while waiting and len(running) < arguments.prepare:
             own = ["--seed", str(arguments.seed), "--draws", str(arguments.draws)]
             only = ["--only", str(waiting.pop(0)), "--layers", "2", "--seconds", "0.01"]
+            only += [f"--try={text}" for text in arguments.tries]
             running.append(
                 subprocess.Popen([sys.executable, __file__, *own, *only], stdout=subprocess.DEVNULL)
             )
@@ -198,14 +221,17 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=0.3)
     parser.add_argument("--prepare", type=int, default=0, metavar="PROCESSES")
-    parser.add_argument("--only", type=int, help="the draw of this number alone")
+    parser.add_argument("--only", help="the draws of these numbers alone")
+    parser.add_argument("--try", dest="tries", action="append", default=[], metavar="N:SETTINGS")
     parser.add_argument("--layers", type=int, help="instead of the draws'")
     parser.add_argument("--dry-run", action="store_true")
     arguments = parser.parse_args()
     draws = drawn(arguments.draws, arguments.seed)
+    chosen = list(range(len(draws)))
+    if arguments.only is not None:
+        chosen = [int(part) for part in arguments.only.split(",")]
     if arguments.prepare and not arguments.dry_run:
-        prepare(arguments, len(draws))
-    chosen = range(len(draws)) if arguments.only is None else [arguments.only]
+        prepare(arguments, chosen)
     ratios: list[tuple[float, int]] = []
     print("draw: step ms, its floor, ratio; first token ms, its floor, ratio; clock and power")
     with tempfile.TemporaryDirectory() as folder:
@@ -219,8 +245,13 @@ def main() -> None:
             if arguments.dry_run:
                 print(f"   {1e3 * floors[0]:.3f} {1e3 * floors[1]:.1f}")
                 continue
+            tries = [text.partition(":") for text in arguments.tries]
             step, first, said = measure(
-                draw, draw.layers, Path(folder) / str(number), arguments.seconds
+                draw,
+                draw.layers,
+                Path(folder) / str(number),
+                arguments.seconds,
+                [settings for of, _, settings in tries if of == str(number)],
             )
             ratios.append((step / floors[0], number))
             print(

@@ -6,7 +6,8 @@
 Each ``--try`` is one or more settings, separated by spaces, measured against the current settings:
 
 - ``4096x14336=128,128,4,wx,8,4,256``: the tile of linears with a weight ``[N, K]`` as it is stored
-  (a gate and up's has both), the fields of ``kernels.linear.tiles.Tile`` in their order.
+  (a gate and up's has both), the fields of ``kernels.linear.tiles.Tile`` in their order; 0 for
+  what is done without a tile.
 - ``attention=64,2,3,2``: the fields of ``kernels.attention.decode._Tile`` in their order.
 - ``experts=32,64,128,4,3``: the tile of experts whose pairs are grouped, as ``_tiles`` of
   ``kernels.experts.triton`` gives it.
@@ -46,6 +47,7 @@ import torch
 from benchmarks.decode import REPLAYS, fill_cache, place_rows
 from benchmarks.gpu import build
 from benchmarks.workloads import SHAPES
+from engine_core.nn.blocks import agree
 
 
 def fields(values: str) -> list[int | str]:
@@ -71,7 +73,7 @@ def settings(text: str) -> Iterator[None]:
 
     def choosing(choose: Callable[..., Any]) -> Callable[..., Any]:
         def chosen(rows: int, n: int, k: int, *given: Any, **options: Any) -> Any:
-            tile = tiles.get((n, k)) or choose(rows, n, k, *given, **options)
+            tile = tiles[n, k] if (n, k) in tiles else choose(rows, n, k, *given, **options)
             if tile is None:
                 return None
             changed = {"prefetch": tile.prefetch * times} | changes.get((n, k), {})
@@ -125,13 +127,50 @@ def settings(text: str) -> Iterator[None]:
             elif n.isdigit() and k.isdigit() and field:
                 changes.setdefault((int(n), int(k)), {})[field] = fields(values)[0]
             elif n.isdigit() and k.isdigit():
-                tiles[int(n), int(k)] = linear.Tile(*fields(values))
+                tiles[int(n), int(k)] = None if values == "0" else linear.Tile(*fields(values))
             else:
                 raise SystemExit(f"{setting!r} is none of those that {Path(__file__).name} knows")
         for name in ("choose_tile", "choose_fp8_tile", "choose_group_tile"):
             chosen = choosing(getattr(linear, name))
             stack.enter_context(patch.object(linear, name, chosen))
         yield
+
+
+def captured_steps(
+    runner: Any, positions: list[int], tries: list[str], named: str
+) -> dict[str, Any]:
+    """Steps of rows at these positions as they are, and with each of the settings that runs."""
+    captured = {}
+    for text in ["", *tries]:
+        runner._decode_graphs._graphs.clear()
+        with settings(text):
+            # What the linears agree on may be another.
+            agree(runner.model, runner.device)
+            try:
+                captured[text] = runner._decode_graphs.begin(range(len(positions)), positions)
+            except RuntimeError as error:
+                print(f"{named}: {error}  {text}", flush=True)
+    agree(runner.model, runner.device)
+    return captured
+
+
+def times_in_turn(
+    graphs: Any, captured: dict[str, Any], positions: list[int], rounds: int
+) -> dict[str, list[float]]:
+    """Milliseconds of each captured step in so many rounds, in which they take turns."""
+    times: dict[str, list[float]] = {text: [] for text in captured}
+    for _ in range(rounds):
+        for text, step in captured.items():
+            graphs.begin(range(len(positions)), positions)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            step.graph.replay()
+            begin.record()
+            for _ in range(REPLAYS):
+                step.graph.replay()
+            end.record()
+            end.synchronize()
+            times[text].append(begin.elapsed_time(end) / REPLAYS)
+    return times
 
 
 @torch.inference_mode()
@@ -151,29 +190,10 @@ def compare(
         for batch in batches:
             generator = random.Random(1)
             unequal = sorted((generator.randint(200, 1860) for _ in range(batch)), reverse=True)
-            rows = list(range(batch))
-            captured = {}
-            for text in ["", *tries]:
-                graphs._graphs.clear()
-                with settings(text):
-                    try:
-                        captured[text] = graphs.begin(rows, unequal)
-                    except RuntimeError as error:
-                        print(f"{name} {batch:4} rows: {error}  {text}", flush=True)
+            captured = captured_steps(runner, unequal, tries, f"{name} {batch:4} rows")
             for label, positions in (("1030 tokens", [1030] * batch), ("200 to 1860", unequal)):
                 place_rows(runner, positions)
-                times: dict[str, list[float]] = {text: [] for text in captured}
-                for _ in range(rounds):
-                    for text, step in captured.items():
-                        graphs.begin(rows, positions)
-                        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                        step.graph.replay()
-                        begin.record()
-                        for _ in range(REPLAYS):
-                            step.graph.replay()
-                        end.record()
-                        end.synchronize()
-                        times[text].append(begin.elapsed_time(end) / REPLAYS)
+                times = times_in_turn(graphs, captured, positions, rounds)
                 for text, ms in times.items():
                     figures = f"{min(ms):7.3f} {statistics.median(ms):7.3f}"
                     print(
