@@ -92,7 +92,11 @@ def tiles(heads: Heads) -> tuple[Tile, ...]:
 
 def shared_memory(heads: Heads, tile: Tile) -> int:
     """Bytes of shared memory of a program: tiles in flight, the queries, and weights exchanged."""
-    numbers = sum(heads.widths) * heads.bytes + (8 if heads.bytes == 1 else 0)
+    columns = (
+        width // 2 + rest if (rest := decode.rest_of(dim, width)) and heads.bytes > 1 else width
+        for dim, width in zip(heads.dims, heads.widths, strict=True)
+    )
+    numbers = sum(columns) * heads.bytes + (8 if heads.bytes == 1 else 0)
     held = 2 if heads.bytes < 4 else 4
     weights = heads.block_g * tile.block_n * held if tile.num_warps > 1 else 0
     return (

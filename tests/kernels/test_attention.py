@@ -269,6 +269,8 @@ def test_kernel_options(name: str, deterministic: bool, launch_device: str) -> N
     [
         {"head_dim": 80},
         {"head_dim": 96, "v_head_dim": 64},
+        {"head_dim": 72, "v_head_dim": 192},
+        {"head_dim": 100, "v_head_dim": 40},
         {"head_dim": 128},
         {"head_dim": 256},
         {"heads": 7, "kv_heads": 1},

@@ -129,6 +129,18 @@ def power_of_2(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
+def rest_of(dim: int, block: int) -> int:
+    """Columns of the second of two parts of a head of ``dim`` numbers; 0 for one of ``block``.
+
+    The first part has half of ``block``, the power of 2 that holds the head. Two parts are taken
+    where they have fewer columns: 64 and 16 for 80, 64 and 32 for 96, 128 and 64 for 192.
+    """
+    if dim <= block // 2:
+        return 0
+    columns = max(16, power_of_2(dim - block // 2))
+    return columns if columns < block // 2 else 0
+
+
 def stretch(num_rows: int, block_d: int) -> int:
     """The splits wanted of rows that are many: only rows much longer than the mean are cut."""
     return max(1, int(num_rows / (_NARROW_STRETCH if block_d <= 64 else _STRETCH)))

@@ -24,7 +24,6 @@ from engine_core.kernels.attention.tiles.triton import (
     Queries,
     Shape,
     add_values,
-    all_values,
     block_at,
     divided,
     load_pairs,
@@ -32,6 +31,7 @@ from engine_core.kernels.attention.tiles.triton import (
     load_scales,
     no_values,
     store_rows,
+    store_values,
     tile_logits,
 )
 from engine_core.kernels.attention.unpack import triton as unpack
@@ -288,10 +288,9 @@ def _decode_kernel(
     launch_dependents(PDL)
     # No tokens (padding), or with a prefix and a window none that is visible in this split.
     safe = tl.where(denominator > 0.0, denominator, 1.0)
-    y = all_values(acc, SHAPE) / safe[:, None]
     if used > 1:
         partial = item * NUM_HEADS + heads
-        store_rows(partial_ptr, partial, y, head_mask, SHAPE)
+        store_values(partial_ptr, partial, acc, safe, head_mask, SHAPE)
         tl.store(lse_ptr + partial, maximum + tl.log2(safe), mask=head_mask)
         arrivals_ptr += row * tl.num_programs(0) + tl.program_id(0)
         if arrives_last(arrivals_ptr, used):
@@ -310,7 +309,7 @@ def _decode_kernel(
                     MERGED_HEADS,
                 )
     else:
-        store_rows(out_ptr, row * NUM_HEADS + heads, y, head_mask, SHAPE)
+        store_values(out_ptr, row * NUM_HEADS + heads, acc, safe, head_mask, SHAPE)
 
 
 @triton.jit
@@ -379,7 +378,8 @@ def _attend_prompt(
         acc, denominator, maximum, inputs, queries, full_high, high, SHAPE, BLOCK_N, True
     )
     rows = tokens * SHAPE.num_heads + heads
-    store_rows(out_ptr, rows, divided(all_values(acc, SHAPE), denominator), mask, SHAPE)
+    safe = tl.where(denominator > 0.0, denominator, 1.0)
+    store_values(out_ptr, rows, acc, safe, mask, SHAPE)
 
 
 @triton.jit(do_not_specialize=["window", "first_row", "table_stride"])
@@ -548,6 +548,9 @@ def paged_attention(call: Call) -> None:
     )  # fmt: skip
     pdl = pdl_options(q.device)
     table_stride = call.block_tables.stride(0)
+    if not (code or call.deterministic):
+        rests = decode.rest_of(head_dim, block_d), decode.rest_of(v_head_dim, block_dv)
+        shape = shape._replace(rest_d=rests[0], rest_dv=rests[1])
     if call.deterministic:
         from engine_core.kernels.attention.invariant import triton as invariant
 

@@ -60,6 +60,9 @@ class Shape(NamedTuple):
         precision: of products of float32.
         code: "e4m3" or "int8" if keys and values are codes; "" for numbers.
         native: whether codes become numbers by instructions of an NVIDIA GPU.
+        rest_d: columns, a power of 2, of a second part of keys whose first has ``block_d / 2``; 0
+            if one part has all. A head of 80 is 64 and 16 then, and padded in no product.
+        rest_dv: likewise of values.
     """
 
     num_heads: int
@@ -76,6 +79,8 @@ class Shape(NamedTuple):
     precision: str
     code: str = ""
     native: bool = False
+    rest_d: int = 0
+    rest_dv: int = 0
 
 
 class Queries(NamedTuple):
@@ -83,8 +88,8 @@ class Queries(NamedTuple):
 
     Attributes:
         q: ``[M, BLOCK_D]``, of the type in which keys and weights are multiplied; if keys are
-            codes, the even dimensions ``[M, BLOCK_D / 2]``.
-        q_odd: the odd dimensions, if keys are codes.
+            codes, the even dimensions ``[M, BLOCK_D / 2]``, if they have two parts the first.
+        q_odd: the odd dimensions, if keys are codes, or the second part.
         scales: ``[M]``, what a product is to be multiplied with if keys are codes.
         positions: ``[M]``.
         slopes: ``[M]``, in units of log 2.
@@ -118,7 +123,14 @@ def load_queries(inputs, row_ptr, rows, heads, mask, SHAPE: tl.constexpr):
     """
     CODE: tl.constexpr = SHAPE.code
     scales = tl.full([heads.shape[0]], 1.0, dtype=tl.float32)
-    if CODE == "":
+    if SHAPE.rest_d > 0:
+        MAIN: tl.constexpr = SHAPE.block_d // 2
+        dims = tl.arange(0, MAIN)
+        rest = MAIN + tl.arange(0, SHAPE.rest_d)
+        inside = mask[:, None] & (rest < SHAPE.d)[None, :]
+        q = tl.load(row_ptr + rows[:, None] + dims[None, :], mask=mask[:, None], other=0.0)
+        q_odd = tl.load(row_ptr + rows[:, None] + rest[None, :], mask=inside, other=0.0)
+    elif CODE == "":
         dims = tl.arange(0, SHAPE.block_d)
         inside = mask[:, None] & (dims < SHAPE.d)[None, :]
         q = tl.load(row_ptr + rows[:, None] + dims[None, :], mask=inside, other=0.0)
@@ -183,14 +195,31 @@ def divided(acc, denominator):
 
 
 @triton.jit
+def _store_columns(out_ptr, rows, y, mask, FIRST: tl.constexpr, DV: tl.constexpr):
+    """Store ``y [M, ...]`` as the columns from FIRST on of those rows of ``out [..., Dv]``."""
+    dims = FIRST + tl.arange(0, y.shape[1])
+    tl.store(
+        out_ptr + rows[:, None] * DV + dims[None, :],
+        y.to(out_ptr.dtype.element_ty),
+        mask=mask[:, None] & (dims < DV)[None, :],
+    )
+
+
+@triton.jit
 def store_rows(out_ptr, rows, y, mask, SHAPE: tl.constexpr):
     """Store ``y [M, BLOCK_DV]`` as those rows of ``out [..., Dv]``."""
-    dims = tl.arange(0, SHAPE.block_dv)
-    tl.store(
-        out_ptr + rows[:, None] * SHAPE.dv + dims[None, :],
-        y.to(out_ptr.dtype.element_ty),
-        mask=mask[:, None] & (dims < SHAPE.dv)[None, :],
-    )
+    _store_columns(out_ptr, rows, y, mask, 0, SHAPE.dv)
+
+
+@triton.jit
+def store_values(out_ptr, rows, acc, denominator, mask, SHAPE: tl.constexpr):
+    """Store sums that :func:`add_values` made, divided, as those rows of ``out [..., Dv]``."""
+    if SHAPE.rest_dv > 0:
+        MAIN: tl.constexpr = SHAPE.block_dv // 2
+        _store_columns(out_ptr, rows, acc[0] / denominator[:, None], mask, 0, SHAPE.dv)
+        _store_columns(out_ptr, rows, acc[1] / denominator[:, None], mask, MAIN, SHAPE.dv)
+    else:
+        store_rows(out_ptr, rows, all_values(acc, SHAPE) / denominator[:, None], mask, SHAPE)
 
 
 @triton.jit
@@ -273,11 +302,15 @@ def load_scales(
 def no_values(M: tl.constexpr, SHAPE: tl.constexpr):
     """Zeros that :func:`add_values` adds to; a tuple."""
     BLOCK_DV: tl.constexpr = SHAPE.block_dv
-    if SHAPE.code == "":
-        acc = (tl.zeros([M, BLOCK_DV], dtype=tl.float32),)
+    REST: tl.constexpr = SHAPE.rest_dv
+    if REST > 0:
+        main = tl.zeros([M, BLOCK_DV // 2], dtype=tl.float32)
+        acc = (main, tl.zeros([M, REST], dtype=tl.float32))
+    elif SHAPE.code == "":
+        acc = (tl.zeros([M, BLOCK_DV], dtype=tl.float32),)  # type: ignore[assignment]
     else:
         half = tl.zeros([M, BLOCK_DV // 2], dtype=tl.float32)
-        acc = (half, half)  # type: ignore[assignment]
+        acc = (half, half)
     return acc
 
 
@@ -300,14 +333,26 @@ def add_values(
     :func:`load_tokens` says what the tile's other arguments are.
     """
     CODE: tl.constexpr = SHAPE.code
-    WIDTH: tl.constexpr = 1 if CODE == "" else 2
+    # The first of two parts is as wide as a half, of which there is no more.
+    HALVES: tl.constexpr = CODE != "" or SHAPE.rest_dv > 0
+    BLOCK_DV: tl.constexpr = SHAPE.block_dv // 2 if HALVES else SHAPE.block_dv
+    DV: tl.constexpr = BLOCK_DV if SHAPE.rest_dv > 0 else SHAPE.dv // 2 if HALVES else SHAPE.dv
     v = load_tokens(
-        queries.v, inputs.v_strides, queries.table, block, start, in_range, SHAPE,
-        SHAPE.dv // WIDTH, SHAPE.block_dv // WIDTH, BLOCK_N, MASKED,
+        queries.v, inputs.v_strides, queries.table, block, start, in_range, SHAPE, DV, BLOCK_DV,
+        BLOCK_N, MASKED,
     )  # fmt: skip
     weights = weights.to(queries.q.dtype)
     rescale = rescale[:, None]
-    if CODE == "":
+    if SHAPE.rest_dv > 0:
+        rest = load_tokens(
+            queries.v + BLOCK_DV, inputs.v_strides, queries.table, block, start, in_range, SHAPE,
+            SHAPE.dv - BLOCK_DV, SHAPE.rest_dv, BLOCK_N, MASKED,
+        )  # fmt: skip
+        acc = (
+            tl.dot(weights, v, acc[0] * rescale, input_precision=SHAPE.precision),
+            tl.dot(weights, rest, acc[1] * rescale, input_precision=SHAPE.precision),
+        )
+    elif CODE == "":
         acc = (tl.dot(weights, v, acc[0] * rescale, input_precision=SHAPE.precision),)
     else:
         low = low_codes(v, CODE, SHAPE.native).to(weights.dtype)
@@ -350,12 +395,21 @@ def tile_logits(
     CODE: tl.constexpr = SHAPE.code
     positions = start + tl.arange(0, BLOCK_N)
     # Without a mask: what is stored beyond the row may be anything, since its logits become -inf.
-    WIDTH: tl.constexpr = 1 if CODE == "" else 2
+    HALVES: tl.constexpr = CODE != "" or SHAPE.rest_d > 0
+    BLOCK_D: tl.constexpr = SHAPE.block_d // 2 if HALVES else SHAPE.block_d
+    D: tl.constexpr = BLOCK_D if SHAPE.rest_d > 0 else SHAPE.d // 2 if HALVES else SHAPE.d
     k = load_tokens(
-        queries.k, inputs.k_strides, queries.table, block, start, in_range, SHAPE,
-        SHAPE.d // WIDTH, SHAPE.block_d // WIDTH, BLOCK_N, False,
+        queries.k, inputs.k_strides, queries.table, block, start, in_range, SHAPE, D, BLOCK_D,
+        BLOCK_N, False,
     )  # fmt: skip
-    if CODE == "":
+    if SHAPE.rest_d > 0:
+        rest = load_tokens(
+            queries.k + BLOCK_D, inputs.k_strides, queries.table, block, start, in_range, SHAPE,
+            SHAPE.d - BLOCK_D, SHAPE.rest_d, BLOCK_N, False,
+        )  # fmt: skip
+        logits = tl.dot(queries.q, tl.trans(k), input_precision=SHAPE.precision)
+        logits = tl.dot(queries.q_odd, tl.trans(rest), logits, input_precision=SHAPE.precision)
+    elif CODE == "":
         logits = tl.dot(queries.q, tl.trans(k), input_precision=SHAPE.precision)
     else:
         low = low_codes(k, CODE, SHAPE.native).to(queries.q.dtype)
