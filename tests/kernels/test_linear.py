@@ -361,6 +361,37 @@ def test_shapes_of_the_table_have_a_tile(rows: int, n: int, k: int, gated: bool)
         assert tiles.choose_tile(rows, n, k, gated, other) is None
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "gated", "splits"),
+    [
+        # Of Llama 2 7B and 13B, Llama 3 70B, Qwen2.5 1.5B, BERT, SmolLM2 135M, and of an expert.
+        *[(12288, 4096, False, 1), (15360, 5120, False, 1), (8192, 28672, False, 1)],
+        *[(2048, 1536, False, 1), (3072, 768, False, 1), (3072, 576, True, 1)],
+        *[(2816, 2048, True, 2), (5184, 1792, False, 1), (600, 65536, False, 8)],
+    ],
+)
+def test_shapes_that_no_measured_one_is_like_have_a_tile(
+    n: int, k: int, gated: bool, splits: int
+) -> None:
+    """So that what is before and after such a linear is part of its kernel."""
+    for rows in (1, 2, 16, 17, 33, 64):
+        tile = tiles.choose_tile(rows, n, k, gated, HOPPER)
+        assert tile is not None, rows
+        assert (tile.mode == "vector") == (rows == 1)
+        assert tile.splits == (1 if rows == 1 else splits)
+        # In bfloat16, beside x and, of a gate, up.
+        weights = tile.num_stages * tile.block_n * tile.block_k * (2 + 2 * gated)
+        x = tile.num_stages * max(16, rows) * tile.block_k * 2
+        assert weights + x <= HOPPER.shared_memory
+    assert tiles.choose_tile(65, n, k, gated, HOPPER) is None
+    assert all(tiles.choose_tile(2, n, k, gated, other) is None for other in (None, ADA))
+
+
+def test_vocabularies_and_linears_of_few_columns_are_left_to_cublas() -> None:
+    for n, k, gated in ((151936, 896, False), (32000, 2040, False), (128, 4096, False)):
+        assert tiles.choose_tile(2, n, k, gated, HOPPER) is None
+
+
 def test_every_tile_can_multiply_its_rows() -> None:
     for shapes in tiles.HOPPER.tiles:
         assert shapes.rows[1] == 1 or shapes.tile.mode != "vector"
