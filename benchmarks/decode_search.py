@@ -2,6 +2,7 @@
 
     python benchmarks/decode_search.py [--out FILE] [--points N] [--seed S] [--seconds S]
         [--compile-seconds S] [--each S] [--models 32/8/128,14/2/64/int8,...] [--dry-run]
+        [--at "35/5/80 22x15306,..."]
     python benchmarks/decode_search.py --replay FILE
 
 A point is a model's heads, cache and window, and rows of so many tokens, equal or drawn. Points are
@@ -9,7 +10,8 @@ drawn by a seed and come in that order, so that those which are timed before the
 a sample of all. The space (``decode_space.py``): tiles (tokens, warps, tiles in flight) and splits
 of a row. The choice is what the engine takes (``attention/decode.py``).
 
-All kernels are compiled first, in processes of their own. ``--out`` takes a line of JSON for each
+``--at`` takes points by their names, as they are printed, instead of drawing any. All kernels are
+compiled first, in processes of their own. ``--out`` takes a line of JSON for each
 point, with all times; points that it has already are not timed again. ``--replay`` asks what the
 choice as it is now takes by such times, between two splits by what is between them. Prints the
 points at which it is furthest from the best of the space, and those at which it takes longest
@@ -38,7 +40,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.decode_space import Heads, merging, resident, splits_of, tiles
+from benchmarks.decode_space import MERGED, Heads, merging, resident, splits_of, tiles
 from engine_core.kernels.attention import decode
 from engine_core.kernels.attention.call import Call
 from engine_core.kernels.codes import CODE_TOPS, SCALE_BYTES, cache_parts
@@ -193,9 +195,9 @@ def space(point: Point) -> Iterator[decode.Launch]:
         for tile in tiles(heads):
             if not resident(heads, tile):
                 continue
-            merged = merging(splits, heads, tile)
-            for each in wanted:
-                yield decode.Launch(heads.block_g, *tile, each, SHORTEST, *merged)
+            for merged in dict.fromkeys(merging(splits, heads, tile, held) for held in MERGED):
+                for each in wanted:
+                    yield decode.Launch(heads.block_g, *tile, each, SHORTEST, *merged)
 
 
 def compiled_for(cut: decode.Launch) -> decode.Launch:
@@ -468,7 +470,10 @@ def time_of(point: Point, cut: decode.Launch, times: dict[decode.Launch, float])
     """Time of a choice, by what is between numbers of splits that were timed; None: unknown."""
     if cut in times:
         return times[cut]
-    near = {effective(point, each): us for each, us in times.items() if each[1:4] == cut[1:4]}
+    alike = [each for each in times if each[1:4] == cut[1:4]]
+    # Of two ways to merge as many splits that with fewer registers.
+    alike.sort(key=lambda each: each.merged_splits * each.merged_heads, reverse=True)
+    near = {effective(point, each): times[each] for each in alike}
     splits = effective(point, cut)
     if splits in near:
         return near[splits]
@@ -538,10 +543,11 @@ def read(path: Path | None) -> list[dict[str, Any]]:
 def search(
     *, models: list[Model] | None = None, count: int = 200, seed: int = 25, seconds: float = 340,
     compile_seconds: float = 130, each: float = 1.5, out: Path | None = None,
+    at: list[Point] | None = None,
 ) -> int:  # fmt: skip
     """Time the points on a GPU; returns how many are more than 5% off the best, or wrong.
 
-    ``seconds`` bounds all of it: no point is begun after.
+    ``seconds`` bounds all of it: no point is begun after. ``at`` are the points; None to draw them.
     """
     import triton  # before the compilers are forked
 
@@ -551,7 +557,7 @@ def search(
     lines = read(out)
     known = {line["point"] for line in lines}
     models = models or [Model.named(name) for name in MODELS]
-    points = [p for p in drawn_points(models, count, seed) if p.name not in known]
+    points = [p for p in at or drawn_points(models, count, seed) if p.name not in known]
     made = compile_all(points, compile_seconds) if points else {}
     broken = {kernel for kernel, result in made.items() if result.error}
     if out:
@@ -629,6 +635,7 @@ def main() -> int:
     parser.add_argument("--compile-seconds", type=float, default=130)
     parser.add_argument("--each", type=float, default=1.5, help="seconds of a point at most")
     parser.add_argument("--models", help="heads/KV heads/dimensions[/cache][/wWINDOW],...")
+    parser.add_argument("--at", help="points by name, separated by commas")
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args()
     names = args.models.split(",") if args.models else None
@@ -640,6 +647,7 @@ def main() -> int:
         models=[Model.named(name) for name in names] if names else None,
         count=args.points, seed=args.seed, seconds=args.seconds,
         compile_seconds=args.compile_seconds, each=args.each, out=args.out,
+        at=[Point.named(name) for name in args.at.split(",")] if args.at else None,
     )  # fmt: skip
     return 1 if failed else 0
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from engine_core.kernels.attention import decode
 
-# Registers that hold splits' results while they are merged, of each thread.
-_MERGED = 64
+# Registers that may hold splits' results while they are merged, of each thread.
+MERGED = (64, 128)
 # Registers of a number of a tile's keys; codes are there twice, as they are and as 16 bits.
 _KEY_REGISTERS, _CODE_REGISTERS = 0.53, 0.6
 # Of a multiprocessor of Hopper: 32-bit registers, bytes of shared memory, and those kept back for
@@ -61,8 +61,11 @@ _TilesByWidth = dict[int, tuple[tuple[int, int, int], ...]]
 # By the wider of a head's keys and values, up to a power of 2.
 _TILES: _TilesByWidth = {
     64: ((32, 1, 2), (32, 1, 3), (64, 2, 2), (64, 2, 3), (64, 2, 4), (64, 4, 3), (128, 4, 2)),
-    128: ((32, 1, 3), (32, 2, 3), (32, 2, 4), (64, 2, 2), (64, 2, 3), (64, 4, 2), (64, 4, 3)),
-    256: ((16, 2, 3), (32, 2, 2), (32, 2, 3), (32, 4, 2), (32, 4, 3), (64, 4, 2)),
+    128: (
+        (32, 1, 3), (32, 1, 4), (32, 1, 5), (32, 2, 3), (32, 2, 4), (64, 2, 2), (64, 2, 3),
+        (64, 4, 2), (64, 4, 3),
+    ),
+    256: ((16, 2, 3), (16, 2, 5), (32, 2, 2), (32, 2, 3), (32, 4, 2), (32, 4, 3), (64, 4, 2)),
     512: ((16, 4, 2), (16, 4, 3), (32, 4, 2), (32, 8, 2)),
 }  # fmt: skip
 # Codes take half the memory and more registers: tiles of as many bytes would spill.
@@ -130,13 +133,16 @@ def resident(heads: Heads, tile: Tile) -> int:
     return min(_REGISTERS // held, _SHARED // memory, _WARPS // tile.num_warps, _PROGRAMS)
 
 
-def merging(splits: int, heads: Heads, tile: Tile) -> tuple[int, int]:
-    """Splits, of about ``splits`` of a row, and heads that a program merges at a time."""
+def merging(splits: int, heads: Heads, tile: Tile, registers: int) -> tuple[int, int]:
+    """Splits, of about ``splits`` of a row, and heads that a program merges at a time.
+
+    ``registers`` of each thread hold them.
+    """
     if splits <= 1:
         return decode.RARELY_MERGED_SPLITS, 1
     least, most = decode.MERGED_SPLITS
     together = least if splits <= least else most
-    room = 32 * tile.num_warps * _MERGED // (together * heads.widths[1])
+    room = 32 * tile.num_warps * registers // (together * heads.widths[1])
     return together, max(1, min(decode.power_of_2(min(heads.group_size, heads.block_g)), room))
 
 

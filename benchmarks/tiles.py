@@ -17,6 +17,8 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
 - ``4096x14336.prefetch=8192``: that field of the tile that such linears have.
 - ``prefetch=4``: all tiles fetch so many times as much of the weight before they wait.
 - ``few=64``: so many rows take tiles of 8-bit floats, and more are quantised, whatever the weight.
+- ``parts=0``: heads are filled up to a power of 2; ``filled=0``: shapes that no measured one is
+  like have no tile.
 - ``coded=0``: norms and activations quantise no rows; ``scaled=0``: the rotation applies no scales.
 
 Random weights and a random cache, as in ``decode.py``; rows of 1030 tokens, and of 200 to 1860 at
@@ -114,6 +116,10 @@ def settings(text: str) -> Iterator[None]:
             elif key == "few":
                 for name in ("MOST_FP8_ROWS", "MOST_LARGE_ROWS"):
                     stack.enter_context(patch.object(linear, name, int(values)))
+            elif key == "parts" and values == "0":
+                stack.enter_context(patch.object(attention, "rest_of", lambda *_: 0))
+            elif key == "filled" and values == "0":
+                stack.enter_context(patch.object(linear, "_few_rows_tile", lambda *_: None))
             elif key == "prefetch":
                 times = int(values)
             elif key == "coded" and values == "0":
