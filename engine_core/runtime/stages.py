@@ -131,7 +131,7 @@ def find_decoder(model: nn.Module, stages: int, *, pools: bool = False) -> Decod
         OptionError: it cannot; names its class and why.
     """
     name, decoder = type(model).__name__, getattr(model, "model", None)
-    why = None
+    why, advice = None, "leave pipeline_parallel_size out"
     if not isinstance(model, RotaryCausalLM) or not isinstance(decoder, Decoder):
         why = "it is no engine_core.nn.RotaryCausalLM, whose layers the core knows"
     elif type(model).forward is not RotaryCausalLM.forward or hasattr(model, "embed_media"):
@@ -144,10 +144,10 @@ def find_decoder(model: nn.Module, stages: int, *, pools: bool = False) -> Decod
         why = "it keeps states in its cache"
     elif len(decoder.layers) < stages:
         why = f"it has {len(decoder.layers)} layers"
+        if len(decoder.layers) > 1:
+            advice = f"set pipeline_parallel_size to at most {len(decoder.layers)}"
     if why is not None:
-        raise OptionError(
-            f"{name} cannot be cut into {stages} stages: {why}; leave pipeline_parallel_size out"
-        )
+        raise OptionError(f"{name} cannot be cut into {stages} stages: {why}; {advice}")
     assert isinstance(decoder, Decoder), "it was looked at"
     return decoder
 
