@@ -72,7 +72,12 @@ from engine_core.nn.quantization import QuantizationScheme, ScaleKind, kv_scales
 from engine_core.nn.quantization.facts import facts_of
 from engine_core.registry import Registry, build_registry
 from engine_core.runtime import platform, rank_memory
-from engine_core.runtime.executor import check_devices, check_experts, check_stages
+from engine_core.runtime.executor import (
+    check_devices,
+    check_experts,
+    check_stages,
+    small_for_ranks,
+)
 from engine_core.runtime.loader import build_on_meta, match_weights
 from engine_core.runtime.memory import CachePlan, MediaPlan, check_memory, plan_cache, plan_media
 from engine_core.runtime.packing import packed_sizes, weight_bytes
@@ -499,6 +504,10 @@ class _Check:
         weights = max(own for own, _ in each)
         media = self._plan_media()
         on_gpu = self.gpu is not None or (device is not None and device.type == "cuda")
+        if on_gpu and self.model_config is not None:
+            small = small_for_ranks(config, self.model_config.num_layers, weights)
+            if small is not None:
+                self._add("ranks-slower", "warning", small)
         sums = rank_memory.planned_bytes(config) if on_gpu and self.memory is None else 0
         taken = weights + media.total + sums
         source: Literal["memory", "gpu", "machine"] = "machine"

@@ -45,6 +45,7 @@ HINTS = {
     "quantization-loses": "Compare with --deep, which measures it, or take more bits.",
     "quantization-slower": "Measure with 'engine-core bench' whether bfloat16 does better.",
     "quantization-unsupported": "Take the model's unquantised checkpoint or a GGUF file of it.",
+    "ranks-slower": "Measure with 'engine-core bench' which does better.",
     "scales-wrong": "The file was damaged or the quantisation failed; download it again, or take "
     "another checkpoint of the model.",
     "special-id-out-of-range": "Correct the id in config.json or generation_config.json.",

@@ -303,6 +303,32 @@ def test_stages_share_the_layers_and_the_cache() -> None:
     assert problem.message.startswith("BloomForCausalLM cannot be cut into 2 stages: ")
 
 
+def test_a_model_whose_sums_take_longer_than_its_weights_is_warned_of(tmp_path: Path) -> None:
+    """Shapes of Qwen2 0.5B, which one H200 ran faster than two, and of Llama 3 8B."""
+    shapes = {
+        "small": ("Qwen2ForCausalLM", 896, 24, 14, 2, 4864, 151936),
+        "large": ("LlamaForCausalLM", 4096, 32, 32, 8, 14336, 128256),
+    }
+    keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    keys += ("intermediate_size", "vocab_size")
+
+    def warned(name: str, **more: object) -> bool:
+        architecture, *sizes = shapes[name]
+        values = dict(zip(keys, sizes, strict=True)) | {"rms_norm_eps": 1e-6}
+        values |= {"architectures": [architecture], "tie_word_embeddings": name == "small"}
+        values |= {"model_type": architecture[:5].lower(), "torch_dtype": "bfloat16"}
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        config = EngineConfig(load_format="dummy", skip_tokenizer_init=True)
+        report = check_model(str(tmp_path), config.replace(**more), gpu="H200")
+        return any(each.code == "ranks-slower" for each in report.problems)
+
+    assert warned("small", tensor_parallel_size=2)
+    assert not warned("small")
+    assert not warned("small", pipeline_parallel_size=2)
+    assert not warned("large", tensor_parallel_size=2)
+    assert not warned("large", tensor_parallel_size=8)
+
+
 def test_numbers_of_ranks_that_divide_the_model_are_named() -> None:
     config = EngineConfig(tensor_parallel_size=3, skip_tokenizer_init=True)
     [problem] = check_model(str(GOLDEN / "llama-gqa"), config, gpu="H200").errors

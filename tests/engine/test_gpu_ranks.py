@@ -64,8 +64,9 @@ def test_captured_ranks_give_the_tokens(name: str, cards: int) -> None:
         assert len(llm.engine.core.executor.leads()) == 2
 
 
-def test_eager_ranks_give_the_tokens(cards: int) -> None:
+def test_eager_ranks_give_the_tokens(cards: int, caplog: pytest.LogCaptureFixture) -> None:
     with two_ranks("llama-gqa", eager=True) as llm:
+        assert "tensor_parallel_size 2: a model as small as this one" in caplog.text
         check_tokens(llm, "llama-gqa")
         assert ways(llm)["graph"] == 0
 
