@@ -169,7 +169,9 @@ class OptionGroup(Generic[Config]):
         else:
             kind = list[str] if repeats(field) else str
             metavar = _metavar(field.annotation) + ("|none" if _takes_none(field) else "")
-        option = typer.Option(flags, metavar=metavar, show_default=False)
+        # As people say it: "--tensor-parallel 2".
+        short = [flags.removesuffix("-size")] if name.endswith("_parallel_size") else []
+        option = typer.Option(flags, *short, metavar=metavar, show_default=False)
         return inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,

@@ -148,6 +148,20 @@ class ServerSettings(FrozenConfig):
                 "replica_cpus is what a replica takes of a Ray cluster, and replica_executor is "
                 f"{self.replica_executor!r}; leave it out, or set replica_executor to 'ray'"
             )
+        if "max_replica_restarts" in self.model_fields_set and not self.several_replicas:
+            raise ValueError(
+                f"max_replica_restarts is {self.max_replica_restarts}, and there is one engine, "
+                "with which the server ends; leave it out, or set replicas to 2 or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _trace_has_a_file(self) -> Self:
+        if "trace_seconds" in self.model_fields_set and self.trace is None:
+            raise ValueError(
+                f"trace_seconds is {self.trace_seconds:g}, and trace, the file of the trace, is "
+                "not set; set it too, or leave trace_seconds out"
+            )
         return self
 
     @model_validator(mode="after")

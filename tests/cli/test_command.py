@@ -41,9 +41,10 @@ def test_engine_options() -> None:
         *("--kv-cache-memory", "4GiB", "--no-enable-prefix-caching", "--skip-tokenizer-init"),
         *("--custom-module-map", "a.py", "--custom-module-map", "b.py"),
         *("--hf-overrides", '{"rope_scaling": {"factor": 2.0}}', "--max-num-seqs", "7"),
-        *("--dtype", "float32", "--revision", "none"),
+        *("--dtype", "float32", "--revision", "none", "--tensor-parallel", "2"),
     )
     assert built == EngineConfig(
+        tensor_parallel_size=2,
         kv_cache_memory=4 * 2**30,
         enable_prefix_caching=False,
         skip_tokenizer_init=True,

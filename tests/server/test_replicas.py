@@ -245,6 +245,8 @@ def test_what_is_for_one_engine_is_refused(other: dict[str, Any], message: str) 
     [
         ({"replicas": 3, "max_replicas": 2}, "max_replicas is 2, and replicas, .* is 3; raise"),
         ({"scale_up_delay": 1}, "scale_up_delay is for .* follows the queue; give max_replicas"),
+        ({"max_replica_restarts": 0}, "max_replica_restarts is 0, and there is one engine"),
+        ({"trace_seconds": 5}, "trace_seconds is 5, and trace, .* is not set"),
         ({"scale_down_delay": 1}, "scale_down_delay is for"),
         ({"replica_cpus": 2}, "replica_cpus .* replica_executor is 'processes'; leave it out"),
         ({"replica_executor": "mpi"}, "'processes' or 'ray'"),
