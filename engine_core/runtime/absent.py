@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
@@ -31,6 +31,7 @@ _RESHAPING = {
     f"aten::{name}_"
     for name in ("as_strided", "resize", "resize_as", "set", "squeeze", "t", "transpose")
 } | {"aten::unsqueeze_", "aten::swapaxes_", "aten::swapdims_"}
+_COMPARING = {f"aten::{name}" for name in ("eq", "ge", "gt", "le", "lt", "ne")}
 _META, _CUDA = torch.device("meta"), torch.device("cuda", 0)
 
 
@@ -107,6 +108,12 @@ def _apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise RuntimeError("a number of a GPU that is not there was asked for")
     to_host = kwargs.get("device")
     entered = [enter(value) for value in args], {k: enter(v) for k, v in kwargs.items()}
+    chooses = func is torch.ops.aten.where.self
+    if chooses or name in _COMPARING:  # for these PyTorch's Python would import sympy
+        tensors = [value for value in entered[0] if isinstance(value, Tensor)]
+        shape = torch.broadcast_shapes(*(value.shape for value in tensors))
+        dtype = torch.result_type(*entered[0][1:]) if chooses else torch.bool
+        return AbsentTensor(torch.empty(shape, dtype=dtype, device=_META))
     if to_host is not None and torch.device(to_host).type == "cpu":
         return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
     return leave(func(*entered[0], **entered[1]))
@@ -171,41 +178,76 @@ class _Generator(torch.Generator):
         return super().__new__(cls, "cpu")  # type: ignore[call-arg]
 
 
-class _Dynamo(ModuleType):
-    """PyTorch's compiler as long as nobody needs more of it than to be kept out of a function.
+class _Stub(ModuleType):
+    """A module of PyTorch as long as nobody needs more of it than a few functions.
 
-    Shapes of some operations are worked out in Python that asks for that. The import takes a second
-    or two.
+    Shapes of some operations are worked out in Python that asks for these. The import takes a
+    second or two. It is made after all once another function is called, or a class is asked for.
     """
 
-    __path__ = [str(Path(torch.__file__).parent / "_dynamo")]  # noqa: RUF012
-
-    def disable(self, function: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """The function itself."""
-        del args, kwargs
-        return function
+    def __init__(self, name: str, functions: Mapping[str, Callable[..., Any]]) -> None:
+        super().__init__(name)
+        vars(self).update(functions)
+        file = Path(torch.__file__).parent.joinpath(*name.split(".")[1:])
+        if file.is_dir():
+            self.__path__ = [str(file)]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name.islower() and "__path__" not in vars(self):  # a function, or a module below
+            return lambda *args, **kwargs: self._found(name)(*args, **kwargs)
+        return self._found(name)
+
+    def _found(self, name: str) -> Any:
+        """What has this name in the module itself."""
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
         return getattr(import_module(self.__name__), name)
 
 
+def _undisturbed(function: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """The function itself: nobody compiles it."""
+    del args, kwargs
+    return function
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two numbers, or two shapes, are equal."""
+    shapes = [tuple(each) if isinstance(each, list | tuple) else each for each in (one, other)]
+    return bool(shapes[0] == shapes[1])
+
+
+# PyTorch's compiler, which is to be kept out of a function, and what reasons about shapes that are
+# not numbers: here all are.
+_SHAPES = ("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious")
+_STUBS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
+    "torch._dynamo": {"disable": _undisturbed},
+    "torch.fx.experimental.symbolic_shapes": {
+        **dict.fromkeys(_SHAPES, bool),
+        "is_nested_int": lambda value: False,
+        "sym_and": lambda *values: all(values),
+        "sym_eq": _equal,
+        "sym_or": lambda *values: any(values),
+    },
+}
+
+
 @contextmanager
-def _without_dynamo() -> Iterator[None]:
-    """Do not import PyTorch's compiler for no more than to keep it out."""
-    name = "torch._dynamo"
-    if name in sys.modules:
-        yield
-        return
-    stub = sys.modules[name] = _Dynamo(name)
+def _without_compiler() -> Iterator[None]:
+    """Do not import PyTorch's compiler, and sympy, for no more than the functions of stubs."""
+    stubs = {
+        name: _Stub(name, functions)
+        for name, functions in _STUBS.items()
+        if name not in sys.modules
+    }
+    sys.modules.update(stubs)
     try:
         yield
     finally:
-        if sys.modules.get(name) is stub:
-            del sys.modules[name]
+        for name, stub in stubs.items():
+            if sys.modules.get(name) is stub:
+                del sys.modules[name]
 
 
 class _Memory:
@@ -279,7 +321,7 @@ def absent_gpu(gpu: GPU, memory: int, *, free: int | None = None) -> Iterator[No
             patch.multiple(torch.cuda, **_stand_ins(gpu, taken)),
             patch.object(torch, "Generator", _Generator),
             gluon.presumed_right(),
-            _without_dynamo(),
+            _without_compiler(),
             patch.object(Tensor, "pin_memory", lambda self, device=None: self),
             patch.object(torch.version, "hip", None),
             _Apart(taken),
