@@ -26,9 +26,10 @@ ENGINE_OPTIONS = OptionGroup(EngineConfig)
 def _lines(report: WarmReport, gpu: str) -> list[str]:
     total = sum(report.variants.values())
     compiled = total - report.kept
+    modules = f", with {report.modules} modules to launch them" if report.modules else ""
     lines = [
         f"{len(report.variants)} kernels in {total} variants, for {report.steps} kinds of steps on "
-        f"{gpu}:",
+        f"{gpu}{modules}:",
         *(f"  {count:3} {name}" for name, count in report.variants.items()),
         f"{report.kept} were there, {compiled} compiled in {report.seconds:.1f} s: "
         f"{report.rehearsal_seconds:.1f} s until all were known, {report.compile_seconds:.1f} s of "

@@ -17,7 +17,7 @@ import torch
 import engine_core
 from engine_core.configs import EngineConfig
 from engine_core.kernels import GPU
-from engine_core.runtime.ahead import Variant, is_kept
+from engine_core.runtime.ahead import Part, is_kept
 from engine_core.runtime.source import ModelSource
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def are_kept(made: MadeFor) -> bool:
     """
     try:
         note = json.loads(_file(made).read_text())
-        return all(is_kept(name, key) for name, key in note["kernels"])
+        return all(is_kept(key, file) for file, key in note["kernels"])
     except FileNotFoundError:
         _tell_stale(made)
     except (OSError, ValueError, KeyError, TypeError):
@@ -78,11 +78,11 @@ def are_kept(made: MadeFor) -> bool:
     return False
 
 
-def keep(made: MadeFor, kernels: Sequence[Variant]) -> Path:
+def keep(made: MadeFor, kernels: Sequence[Part]) -> Path:
     """Note that all kernels of such a start are in Triton's cache; the file."""
     file = _file(made)
     file.parent.mkdir(parents=True, exist_ok=True)
-    content = {"made_for": made, "kernels": [(each.name, each.key) for each in kernels]}
+    content = {"made_for": made, "kernels": [(each.file, each.key) for each in kernels]}
     # Of each process its own: replicas end at the same time.
     partial = file.with_suffix(f".{os.getpid()}.partial")
     try:

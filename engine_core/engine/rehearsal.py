@@ -26,7 +26,7 @@ from engine_core.engine.startup import Opened, load, open_engine
 from engine_core.nn.decoder import Decoder
 from engine_core.plugin_code import described
 from engine_core.runtime.absent import absent_gpu
-from engine_core.runtime.ahead import Compilers, Variant, recording, target_of
+from engine_core.runtime.ahead import Compilers, Part, recording, target_of
 from engine_core.runtime.capture import Graph
 from engine_core.runtime.compiles import Compiles, name_of
 
@@ -66,7 +66,7 @@ class _OnceCapturer:
 
 
 class _Steps(Compiles):
-    """Notes which variants each step launches."""
+    """Notes what each step's launches need."""
 
     capturer = _OnceCapturer
 
@@ -75,9 +75,9 @@ class _Steps(Compiles):
         self._step: str | None = None
         self._kernels: dict[str, None] = {}
 
-    def note(self, variant: Variant) -> None:
-        """A variant is launched."""
-        self._kernels[variant.key] = None
+    def note(self, part: Part) -> None:
+        """A launch needs this."""
+        self._kernels[part.key] = None
 
     def loaded(self, model: nn.Module) -> None:
         """See :class:`Compiles`. Of equal layers few are run: they launch the same."""
@@ -127,7 +127,7 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def rehearse(
-    task: Rehearsal, note: Callable[[Variant], None], recorded: Callable[[str, list[str]], None]
+    task: Rehearsal, note: Callable[[Part, bool], None], recorded: Callable[[str, list[str]], None]
 ) -> Opened:
     """Run all steps that an engine captures, on a GPU that is not there.
 
@@ -135,7 +135,8 @@ def rehearse(
 
     Args:
         task: the start.
-        note: called at each launch.
+        note: called at each launch with what it needs, and whether a start needs it later than for
+            the first request.
         recorded: called after each step with its name and the keys of what it launches.
 
     Raises:
@@ -144,11 +145,11 @@ def rehearse(
     """
     config = task.config.replace(load_format="dummy", device="cuda", skip_tokenizer_init=True)
     config = config.replace(tokenizer=None) if config.tokenizer is not None else config
-    steps = _Steps(recorded)
+    steps, started = _Steps(recorded), False
 
-    def launched(variant: Variant) -> None:
-        steps.note(variant)
-        note(variant)
+    def launched(part: Part) -> None:
+        steps.note(part)
+        note(part, started)
 
     free, total = task.memory
     with (
@@ -157,6 +158,7 @@ def rehearse(
     ):
         opened = open_engine(task.model, config)
         loaded = load(opened, compiles=steps)
+        started = True
         while loaded.executor.capture_next():
             pass
         steps.end()
@@ -188,12 +190,12 @@ def live(given: int, told: int) -> NoReturn:
     def compiled(*, wait: bool = False) -> None:
         for end in compilers.poll(wait=wait):
             # One that failed says why where it is launched.
-            tell(compiled=end.variant.key)
+            tell(compiled=end.part.key)
 
-    def note(variant: Variant) -> None:
-        known = compilers.knows(variant)
-        if not known and not compilers.add(variant):
-            tell(compiled=variant.key)
+    def note(part: Part, later: bool) -> None:
+        known = compilers.knows(part)
+        if not known and not compilers.add(part, later=later):
+            tell(compiled=part.key)
         compiled()
 
     try:

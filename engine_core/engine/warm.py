@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from engine_core.engine.rehearsal import rehearse
 from engine_core.errors import EngineError, OptionError
 from engine_core.kernels import GPU
 from engine_core.plugin_code import described
-from engine_core.runtime.ahead import Compilers, Variant
+from engine_core.runtime.ahead import Compilers, Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +25,7 @@ class WarmReport:
 
     Attributes:
         variants: how many variants each kernel has.
+        modules: how many modules launch them.
         kept: variants that were there before.
         failed: why each of the others is not there.
         steps: captured steps that launch them.
@@ -37,6 +37,7 @@ class WarmReport:
     """
 
     variants: Mapping[str, int]
+    modules: int
     kept: int
     failed: tuple[str, ...]
     steps: int
@@ -83,8 +84,8 @@ def warm(
     )
     steps = 0
 
-    def note(variant: Variant) -> None:
-        compilers.add(variant)
+    def note(part: Part, later: bool) -> None:
+        compilers.add(part, later=later)
         compilers.poll()
 
     def recorded(step: str, kernels: list[str]) -> None:
@@ -117,7 +118,8 @@ def warm(
                 f"{os.fspath(kept_kernels.folder())} cannot be written: {error.strerror}"
             ) from error
     return WarmReport(
-        variants=dict(Counter(variant.name for variant in compilers.done).most_common()),
+        variants=dict(compilers.variants.most_common()),
+        modules=len(compilers.done) - compilers.variants.total(),
         kept=compilers.hits,
         failed=tuple(end.error or "" for end in compilers.failed),
         steps=steps,

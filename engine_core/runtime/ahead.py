@@ -2,29 +2,38 @@
 
 :func:`recording` has launches say which variant of a kernel they need instead of running it, and
 :class:`Compilers` compiles variants into Triton's cache on the disk, each in a process of its own.
-Whoever launches the kernel finds it there: a variant has the key that Triton itself gives it.
+Whoever launches the kernel finds it there: a variant has the key that Triton itself gives it. Some
+releases of Triton also have a C compiler make an extension module for each signature of kernels,
+which launches them; these are compiled ahead too.
 """
 
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import os
 import select
+import shutil
+import subprocess
+import sysconfig
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
 from unittest.mock import patch
 
-from triton import knobs
+from triton import __version__ as triton_release
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
 from triton.compiler import compile as compile_kernel
 from triton.compiler.compiler import make_backend
+from triton.runtime.build import platform_key
 from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -35,6 +44,14 @@ try:
     from triton.runtime.cache import get_cache_invalidating_env_vars
 except ImportError:
     from triton._C.libtriton import get_cache_invalidating_env_vars
+
+
+# How much a process gives way that compiles what is needed later.
+_LATER = 10
+# Releases of Triton that have a C compiler make modules. Later ones launch all kernels by one.
+_WITH_MODULES = "3.6."
+# Debian's own scheme has no headers, as Triton knows.
+_SCHEME = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
 
 
 def target_of(capability: tuple[int, int]) -> GPUTarget:
@@ -70,19 +87,105 @@ class Variant:
         return cls(source.name, hashed, source, options, target)
 
     @property
-    def cached(self) -> bool:
-        """Whether it is in the cache."""
-        return is_kept(self.name, self.key)
+    def file(self) -> str:
+        """The file of its entry that is written last."""
+        return f"{self.name[:150]}.json"
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it takes long to compile, as a kernel in Gluon does."""
+        return bool(self.source.fn.is_gluon())
 
     def compile(self) -> None:
         """Put it into the cache."""
         compile_kernel(self.source, target=self.target, options=self.options)
 
 
-def is_kept(name: str, key: str) -> bool:
-    """Whether the variant ``key`` of the kernel ``name`` is in Triton's cache."""
-    file = f"{name[:150]}.json"
-    return file in (get_cache_manager(key).get_group(file) or {})
+@dataclass(frozen=True, slots=True)
+class Module:
+    """An extension module that a C compiler makes, by which kernels are loaded or launched.
+
+    Attributes:
+        name: of the module.
+        key: of its entry in Triton's cache.
+        code: in C.
+    """
+
+    name: str
+    key: str
+    code: str
+    is_slow: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, name: str, code: str) -> Module:
+        """The module that Triton would make of this code."""
+        key = hashlib.sha256((code + platform_key()).encode()).hexdigest()
+        return cls(name, key, code)
+
+    @property
+    def file(self) -> str:
+        """The file of its entry."""
+        return f"{self.name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+    def compile(self) -> None:
+        """Put it into the cache; it is linked with the driver, which need not be here."""
+        compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "cc"
+        shared = [compiler, "-shared", "-fPIC"]
+        with TemporaryDirectory() as name:
+            folder = Path(name)
+            source, made = folder / f"{self.name}.c", folder / self.file
+            source.write_text(self.code)
+            nothing = [*shared, "-x", "c", os.devnull]
+            drivers = [folder / each for each in nvidia.libraries]
+            for library in drivers:  # nothing but its name counts
+                _call([*nothing, f"-Wl,-soname,{library.name}", "-o", str(library)])
+            included = [*nvidia.include_dirs, sysconfig.get_path("include", _SCHEME)]
+            command = [*shared, "-O3", "-Wno-psabi", str(source), "-o", str(made)]
+            command += [f"-I{each}" for each in included]
+            # Of an empty library it would take nothing, and so not even name it.
+            _call([*command, "-Wl,--no-as-needed", *map(str, drivers)])
+            get_cache_manager(self.key).put(made.read_bytes(), self.file, binary=True)
+
+
+def _call(command: list[str]) -> None:
+    """Run a C compiler."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{command[0]}: {done.stderr.strip().splitlines()[-1:]}")
+
+
+Part = Variant | Module
+"""What a launch needs compiled."""
+
+
+@functools.cache
+def _loader() -> Module:
+    """The module that loads all kernels."""
+    return Module.of("cuda_utils", Path(nvidia.dirname, "driver.c").read_text())
+
+
+def _launcher(variant: Variant) -> Module:
+    """The module that launches variants of this signature."""
+    signature = dict(variant.source.signature)
+    described = sum(str(kind).startswith("tensordesc") for kind in signature.values())
+    # From Hopper on the hardware takes descriptors; what is in them does not show in the module.
+    taken = variant.target.arch >= 90 and described > 0
+    code = nvidia.make_launcher({}, signature, [{}] * described if taken else None)
+    return Module.of("__triton_launcher", code)
+
+
+def parts_of(variant: Variant, release: str = triton_release) -> list[Part]:
+    """All that a launch of a variant needs compiled, with this release of Triton."""
+    has_modules = release.startswith(_WITH_MODULES) and hasattr(nvidia, "make_launcher")
+    return [_loader(), _launcher(variant), variant] if has_modules else [variant]
+
+
+def is_kept(key: str, file: str) -> bool:
+    """Whether the entry ``key`` of Triton's cache is there, with its last ``file``."""
+    cache = get_cache_manager(key)
+    if file.endswith(".json"):
+        return file in (cache.get_group(file) or {})
+    return cache.get_file(file) is not None
 
 
 # No GPU's number: of a process that was forked, kernels may be loaded that are not to be launched.
@@ -126,8 +229,8 @@ class _Unlaunched:
 
 
 @contextmanager
-def recording(target: GPUTarget, note: Callable[[Variant], None]) -> Iterator[None]:
-    """Have launches in the ``with`` block call ``note`` with the variant, and do nothing else.
+def recording(target: GPUTarget, note: Callable[[Part], None]) -> Iterator[None]:
+    """Have launches in the ``with`` block call ``note`` with what they need, and do nothing else.
 
     For a process that launches nothing else, now or later.
     """
@@ -147,7 +250,13 @@ def recording(target: GPUTarget, note: Callable[[Variant], None]) -> Iterator[No
         source = self.ASTSource(self, signature, constexprs, attrs)
         variant = Variant.of(source, options.__dict__, target)
         touched.add(self)
-        kernel = self.device_caches[device][0][key] = _Unlaunched(lambda: note(variant))
+        parts = parts_of(variant)
+
+        def launched() -> None:
+            for part in parts:
+                note(part)
+
+        kernel = self.device_caches[device][0][key] = _Unlaunched(launched)
         return kernel
 
     driver.set_active(_Driver(target))
@@ -164,22 +273,22 @@ class Compiled:
     """The end of a compile.
 
     Attributes:
-        variant: what was compiled.
+        part: what was compiled.
         seconds: how long it took.
         error: why it failed; None if it is in the cache.
     """
 
-    variant: Variant
+    part: Part
     seconds: float
     error: str | None = None
 
 
 class Compilers:
-    """Processes that compile variants, forked from this one, which must have one thread.
+    """Processes that compile parts of launches, forked from this one, which must have one thread.
 
     Attributes:
         hits: variants that were in the cache already.
-        done: all that are in the cache now.
+        done: all that is in the cache now.
         failed: what could not be compiled.
         seconds: of all compiles together.
     """
@@ -187,41 +296,51 @@ class Compilers:
     def __init__(self, most: int) -> None:
         """``most``: how many compile at once."""
         self._most = max(1, most)
-        self._queue: deque[Variant] = deque()
-        self._running: dict[int, tuple[int, Variant, float]] = {}  # by their pipes
+        self._queue: deque[tuple[Part, bool]] = deque()
+        self._running: dict[int, tuple[int, Part, float]] = {}  # by their pipes
         self._known: set[str] = set()
         self.hits, self.seconds = 0, 0.0
-        self.done: list[Variant] = []
+        self.done: list[Part] = []
         self.failed: list[Compiled] = []
 
-    def knows(self, variant: Variant) -> bool:
+    def knows(self, part: Part) -> bool:
         """Whether it was added before."""
-        return variant.key in self._known
+        return part.key in self._known
+
+    @property
+    def variants(self) -> Counter[str]:
+        """How many variants of each kernel are in the cache."""
+        return Counter(part.name for part in self.done if not isinstance(part, Module))
 
     def summary(self) -> str:
         """How many there are and where they come from, in words."""
-        kernels = len({variant.name for variant in self.done})
+        variants = self.variants
         text = (
-            f"{len(self.done)} variants of {kernels} kernels, {self.hits} of them kept from before "
-            f"and the others compiled in {self.seconds:.1f} s of processes"
+            f"{variants.total()} variants of {len(variants)} kernels, {self.hits} of them kept "
+            f"from before and the others compiled in {self.seconds:.1f} s of processes"
         )
+        if modules := len(self.done) - variants.total():
+            text += f", with {modules} modules to launch them"
         return text + (f", and {len(self.failed)} not compiled" if self.failed else "")
 
-    def add(self, variant: Variant) -> bool:
-        """Queue a variant; False if it is known or in the cache already."""
-        if variant.key in self._known:
+    def add(self, part: Part, *, later: bool = False) -> bool:
+        """Queue what is to be compiled; False if it is known or in the cache already.
+
+        What is needed ``later`` leaves the processors to all that is needed now.
+        """
+        if part.key in self._known:
             return False
-        self._known.add(variant.key)
-        if variant.cached:
-            self.hits += 1
-            self.done.append(variant)
+        self._known.add(part.key)
+        if is_kept(part.key, part.file):
+            self.hits += not isinstance(part, Module)
+            self.done.append(part)
             return False
-        self._queue.append(variant)
+        self._queue.append((part, later))
         return True
 
     @property
     def busy(self) -> bool:
-        """Whether a variant is queued or being compiled."""
+        """Whether something is queued or being compiled."""
         return bool(self._queue or self._running)
 
     def poll(self, *, wait: bool = False) -> list[Compiled]:
@@ -242,25 +361,25 @@ class Compilers:
 
     def _end(self, pipe: int) -> Compiled:
         """Take the end of the process with this pipe."""
-        pid, variant, begin = self._running.pop(pipe)
+        pid, part, begin = self._running.pop(pipe)
         with os.fdopen(pipe, errors="replace") as said:
             why = said.read().strip()
         _, status = os.waitpid(pid, 0)
         code, error = os.waitstatus_to_exitcode(status), None
         if code != 0:
-            error = why or f"{variant.name}: its compiler ended {own_process.how_ended(code)}"
-        end = Compiled(variant, time.monotonic() - begin, error)
+            error = why or f"{part.name}: its compiler ended {own_process.how_ended(code)}"
+        end = Compiled(part, time.monotonic() - begin, error)
         self.seconds += end.seconds
         if error is None:
-            self.done.append(variant)
+            self.done.append(part)
         else:
             self.failed.append(end)
         return end
 
     def _start(self) -> None:
         while self._queue and len(self._running) < self._most:
-            # A kernel in Gluon takes longest, and so begins first.
-            variant = next((v for v in self._queue if v.source.fn.is_gluon()), self._queue[0])
+            # What takes longest begins first.
+            part, later = next((each for each in self._queue if each[0].is_slow), self._queue[0])
             parent = os.getpid()
             pipe: tuple[int, ...] = ()
             try:
@@ -274,35 +393,49 @@ class Compilers:
                 self._most = len(self._running)
                 return
             if pid == 0:
-                _compile_alone(variant, theirs, parent)
+                _compile_alone(part, theirs, parent, later=later)
             os.close(theirs)
-            self._queue.remove(variant)
-            self._running[ours] = (pid, variant, time.monotonic())
+            self._queue.remove((part, later))
+            self._running[ours] = (pid, part, time.monotonic())
 
 
-def _compile_alone(variant: Variant, pipe: int, parent: int) -> None:
+def _compile_alone(part: Part, pipe: int, parent: int, *, later: bool) -> None:
     """The life of a forked process."""
     status = 1
     try:
         own_process.die_with(parent)
+        if later:
+            os.nice(_LATER)
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, 1)
         os.dup2(devnull, 2)
         with suppress(OSError):  # a cache elsewhere, or a file system without locks
-            _lock(variant)
-        variant.compile()
+            _lock(part)
+        if not is_kept(part.key, part.file):
+            part.compile()
         status = 0
     except BaseException as error:
         last = traceback.format_exception_only(error)[-1].strip()
-        os.write(pipe, f"{variant.name}: {last}"[:4000].encode())
+        os.write(pipe, f"{part.name}: {last}"[:4000].encode())
     finally:
         os._exit(status)
 
 
-def _lock(variant: Variant) -> None:
+def _lock(part: Part) -> None:
     """Wait for other engines that compile the same, to find it in the cache."""
-    folder = os.open(Path(knobs.cache.dir) / variant.key, os.O_RDONLY)
-    fcntl.flock(folder, fcntl.LOCK_EX)  # until the process ends
+    folder = getattr(get_cache_manager(part.key), "cache_dir", None)
+    if folder is not None:
+        # Until the process ends.
+        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)
 
 
-__all__ = ["Compiled", "Compilers", "Variant", "recording", "target_of"]
+__all__ = [
+    "Compiled",
+    "Compilers",
+    "Module",
+    "Part",
+    "Variant",
+    "parts_of",
+    "recording",
+    "target_of",
+]

@@ -31,7 +31,7 @@ def kernels(model: str, **settings: Any) -> tuple[dict[str, list[str]], set[str]
     memory = (140 << 30, 140 << 30)
     config = EngineConfig(**(SETTINGS | settings))
     task = Rehearsal(model, config, GPU.of_capability((9, 0)), memory, 1)
-    rehearse(task, lambda variant: names.update({variant.key: variant.name}), recorded)
+    rehearse(task, lambda part, later: names.update({part.key: part.name}), recorded)
     return steps, set(names)
 
 

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import json
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from triton import knobs
+from triton.backends.nvidia import driver as nvidia
+from triton.compiler import compile as compile_kernel
 from triton.runtime.jit import JITFunction
 
 from engine_core.kernels import GPU, choose_greedy
 from engine_core.kernels.greedy import triton as greedy
 from engine_core.kernels.norm import triton as norms
 from engine_core.runtime.absent import absent_gpu
-from engine_core.runtime.ahead import Compilers, Variant, recording, target_of
+from engine_core.runtime.ahead import Compilers, Module, Part, Variant, recording, target_of
 
 HOPPER = GPU.of_capability((9, 0))
 
@@ -34,10 +37,10 @@ def normalise(rows: int, offset: int, device: str) -> None:
 def main() -> None:
     compilers, launches = Compilers(2), 0
 
-    def note(variant: Variant) -> None:
+    def note(part: Part) -> None:
         nonlocal launches
-        launches += 1
-        compilers.add(variant)
+        launches += isinstance(part, Variant)
+        compilers.add(part)
 
     with absent_gpu(HOPPER, 1 << 30), recording(target_of(HOPPER.capability), note):
         for rows in (1, 7, 64):
@@ -46,6 +49,21 @@ def main() -> None:
     ends = []
     while compilers.busy:
         ends += compilers.poll(wait=True)
+
+    made = 0
+    if launched := [part for part in compilers.done if isinstance(part, Module)]:
+        known = {part.key for part in launched}
+
+        def make(src: str, name: str, **_: Any) -> Any:
+            nonlocal made
+            made += Module.of(name, src).key not in known
+            return SimpleNamespace(launch=None)
+
+        nvidia.compile_module_from_src, nvidia.library_dirs = make, list
+        for part in compilers.done:
+            if isinstance(part, Variant):
+                metadata = compile_kernel(part.source, target=part.target, options=part.options)
+                nvidia.CudaLauncher(part.source, metadata.metadata)
 
     # An engine's launches, of real tensors, up to the kernel's start.
     hits: list[bool] = []
@@ -72,9 +90,10 @@ def main() -> None:
         json.dumps(
             {
                 "launches": launches,
-                "compiled": sorted(end.variant.name for end in ends),
+                "compiled": sorted(end.part.name for end in ends if isinstance(end.part, Variant)),
                 "errors": [end.error for end in ends if end.error],
                 "hits": hits,
+                "modules_made": made,
                 "summary": compilers.summary(),
             }
         )

@@ -27,7 +27,9 @@ from engine_core import EngineConfig
 from engine_core.engine import kept_kernels
 from engine_core.engine.beside import compile_beside, usable_cores
 from engine_core.engine.rehearsal import live
-from engine_core.runtime.ahead import Compilers
+from engine_core.kernels import GPU
+from engine_core.runtime.absent import absent_gpu
+from engine_core.runtime.ahead import Compilers, Module
 from engine_core.runtime.compiles import NOBODY, CompileProcess, name_of
 from engine_core.runtime.step_batch import GraphKey
 
@@ -53,6 +55,8 @@ def test_what_processes_compiled_is_found_by_launches(tmp_path: Path) -> None:
     assert found["compiled"] == ["_choose_greedy_kernel", "_norm_kernel"]
     assert found["launches"] == 4
     assert found["hits"] == [True, True, False]
+    # Triton's own class of launches finds the modules that some releases have.
+    assert found["modules_made"] == 0
     assert found["summary"].startswith("2 variants of 2 kernels, 0 of them kept")
     again = json.loads(alone("launched_ahead.py", tmp_path).stdout)
     assert (again["compiled"], again["hits"]) == ([], [True, True, True])
@@ -168,11 +172,11 @@ def test_cores_are_those_whose_time_a_container_has(
 class Fake:
     """A variant that a process compiles at once."""
 
-    cached = False
-    source = SimpleNamespace(fn=SimpleNamespace(is_gluon=lambda: False))
+    is_slow = False
 
     def __init__(self, name: str) -> None:
-        self.name = self.key = name
+        self.name, self.file = name, f"{name}.json"
+        self.key = name.encode().hex()
 
     def compile(self) -> None:
         assert os.environ["TRITON_CACHE_DIR"]
@@ -203,7 +207,7 @@ def test_with_too_few_processes_fewer_compile(
     ends = []
     while compilers.busy:
         ends += compilers.poll(wait=True)
-    assert [end.variant.name for end in ends] == ["a", "b", "c"]
+    assert [end.part.name for end in ends] == ["a", "b", "c"]
     assert compilers.failed == []
     assert len(list(Path("/proc/self/fd").iterdir())) == files
     forks = 1
@@ -216,17 +220,81 @@ def test_of_several_engines_one_compiles_a_kernel(
 ) -> None:
     """Replicas start together and need the same."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    (tmp_path / "theirs").mkdir()
-    other = os.open(tmp_path / "theirs", os.O_RDONLY)
+    from triton.runtime.cache import get_cache_manager
+
+    other = os.open(get_cache_manager(Fake("theirs").key).cache_dir, os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
     compilers = queued("theirs", "ours")
     (end,) = compilers.poll(wait=True)
-    assert end.variant.name == "ours"
+    assert end.part.name == "ours"
     assert compilers.busy
     fcntl.flock(other, fcntl.LOCK_UN)
     (end,) = compilers.poll(wait=True)
-    assert (end.variant.name, end.error) == ("theirs", None)
+    assert (end.part.name, end.error) == ("theirs", None)
     os.close(other)
+
+
+def test_modules_are_linked_with_a_driver_that_need_not_be_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.runtime.cache import get_cache_manager
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    begin = '#include "cuda.h"\n#include <Python.h>\n'
+    good = Module.of("good", begin + "int version(void) { int v; return cuDriverGetVersion(&v); }")
+    compilers = Compilers(2)
+    for module in (good, Module.of("bad", begin + "nothing that C allows")):
+        assert compilers.add(module, later=True)
+    ends = []
+    while compilers.busy:
+        ends += compilers.poll(wait=True)
+    errors = {end.part.name: end.error for end in ends}
+    assert errors["good"] is None
+    assert errors["bad"] is not None
+    assert "error" in errors["bad"]
+    made = get_cache_manager(good.key).get_file(good.file)
+    assert made is not None
+    assert b"libcuda.so.1" in Path(made).read_bytes()
+    assert not Compilers(1).add(good)  # it is there
+    assert compilers.summary().startswith("0 variants")
+    assert "with 1 modules to launch them, and 1 not compiled" in compilers.summary()
+
+
+def test_of_what_is_needed_later_processes_give_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    class Asked(Fake):
+        def compile(self) -> None:
+            raise RuntimeError(str(os.nice(0)))
+
+    compilers = Compilers(2)
+    for name in ("now", "later"):
+        compilers.add(Asked(name), later=name == "later")  # type: ignore[arg-type]
+    while compilers.busy:
+        compilers.poll(wait=True)
+    (now,), (later,) = (
+        [int((end.error or "").split()[-1]) for end in compilers.failed if end.part.name == name]
+        for name in ("now", "later")
+    )
+    assert now == os.nice(0) < later
+
+
+def test_on_a_gpu_that_is_not_there_operations_have_the_shapes_and_types_of_others() -> None:
+    """Those that are worked out without PyTorch's own Python."""
+
+    def results(device: str) -> list[tuple[torch.Size, torch.dtype]]:
+        column = torch.zeros(3, 1, dtype=torch.float16, device=device)
+        row = torch.zeros(4, dtype=torch.int64, device=device)
+        found = [row < 0, column >= row, column != 1.5, row.eq(row)]
+        found += [torch.where(row > 0, column, row), torch.where(column == 0, row, row.int())]
+        found += [torch.where(row > 0, row, torch.tensor(1.5)), torch.where(row > 0, row, 2)]
+        return [(each.shape, each.dtype) for each in found]
+
+    with absent_gpu(GPU.of_capability((9, 0)), 1 << 30):
+        absent = results("cuda")
+    assert absent == results("cpu")
 
 
 def test_signals_are_for_the_engine() -> None:
@@ -286,11 +354,16 @@ def test_a_note_says_for_what_all_kernels_are_there(
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     assert not kept_kernels.are_kept(MADE)
-    kernels = [SimpleNamespace(name=f"_k{number}", key=f"{number:064x}") for number in range(2)]
+    module = SimpleNamespace(file="launch.so", key=f"{2:064x}")
+    get_cache_manager(module.key).put(b"", module.file)
+    kernels = [
+        SimpleNamespace(file=f"_k{number}.json", key=f"{number:064x}") for number in range(2)
+    ]
     for kernel in kernels:
         manager = get_cache_manager(kernel.key)
-        file = manager.put("{}", f"{kernel.name}.json", binary=False)
-        manager.put_group(f"{kernel.name}.json", {f"{kernel.name}.json": file})
+        file = manager.put("{}", kernel.file, binary=False)
+        manager.put_group(kernel.file, {kernel.file: file})
+    kernels.append(module)
     note = kept_kernels.keep(MADE, kernels)  # type: ignore[arg-type]
     assert note.parent == tmp_path
     assert kept_kernels.are_kept(MADE)
