@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise, product
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -393,17 +393,11 @@ class DecodeGraphs(_Graphs):
             sample_tokens(logits, row[:1], row[:1] - 1, last_tokens, state)
 
         choose(of_host, None)
-        for biased, penalised in product((False, True), repeat=2):
-            adjustments = Adjustments(
-                kinds=zeros(dtype=torch.int32),
-                ban_ids=zeros(8, dtype=torch.int32),
-                ban_ends=zeros(dtype=torch.int64),
-                bias=zeros(vocab, dtype=torch.float32) if biased else None,
-                seen=zeros(vocab, dtype=torch.uint8) if penalised else None,
-                output_counts=zeros(vocab, dtype=torch.int32) if penalised else None,
-            )
-            choose(logits, adjustments)
-            choose(of_host, adjustments)
+        # The same kernels make all adjustments.
+        bans = zeros(8, dtype=torch.int32)
+        adjustments = Adjustments(zeros(dtype=torch.int32), bans, zeros(dtype=torch.int64))
+        choose(logits, adjustments)
+        choose(of_host, adjustments)
 
     def offer(self, count: int, choice: Choice | None) -> Choice | None:
         """The choice that a step of ``count`` rows makes by itself; None to choose by its logits.

@@ -1,8 +1,8 @@
 """Launches of models' starts on an H200, found out without one.
 
 Run by itself with folders of models, since Triton's interpreter takes the compiler's place in the
-other tests. For each it prints a line of JSON: the kernels of each step, and whether the same
-variants are launched if all layers are run, not just those that differ.
+other tests. For each it prints a line of JSON: the kernels of each step, how many variants each
+has, and whether the same variants are launched if all layers are run, not just those that differ.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections import Counter
 from typing import Any
 
 from engine_core import EngineConfig
@@ -21,7 +22,7 @@ from engine_core.nn.decoder import Decoder
 SETTINGS: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 64, "max_model_len": 128}
 
 
-def kernels(model: str, **settings: Any) -> tuple[dict[str, list[str]], set[str]]:
+def kernels(model: str, **settings: Any) -> tuple[dict[str, list[str]], dict[str, str]]:
     names: dict[str, str] = {}
     steps: dict[str, list[str]] = {}
 
@@ -32,7 +33,7 @@ def kernels(model: str, **settings: Any) -> tuple[dict[str, list[str]], set[str]
     config = EngineConfig(**(SETTINGS | settings))
     task = Rehearsal(model, config, GPU.of_capability((9, 0)), memory, 1)
     rehearse(task, lambda part, later: names.update({part.key: part.name}), recorded)
-    return steps, set(names)
+    return steps, names
 
 
 def main(models: list[str]) -> None:
@@ -43,10 +44,11 @@ def main(models: list[str]) -> None:
         settings = {"dtype": dtype} if dtype else {}
         Decoder.keep = keep
         steps, some = kernels(name, **settings)
+        counts = Counter(some.values())
         kept.clear()
         Decoder.keep = lambda self, layers: kept.extend(layers)
         _, every = kernels(name, **settings)
-        line = json.dumps({"steps": steps, "kept": kept, "same": some == every})
+        line = json.dumps({"steps": steps, "kept": kept, "same": some == every, "counts": counts})
         sys.stdout.write(line + "\n")
 
 

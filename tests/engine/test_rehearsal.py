@@ -43,6 +43,8 @@ def test_all_steps_of_a_start_run_on_a_gpu_that_is_not_there(tmp_path: Path) -> 
         assert {"DecodeGraphs others", "GraphSteps others"} <= set(steps)
         assert "_choose_greedy_kernel" in steps["(3, 3, 0, GREEDY"]
         assert {"_peaks_kernel", "_settle_kernel"} <= set(steps["(1, 1, 0, RANDOM"])
+        # Logits of 16 and of 32 bits, with adjustments of any kind and without.
+        assert rehearsed["counts"]["_settle_kernel"] == 4
         assert "_decode_kernel" in steps["(3, 3, 0, GREEDY"]
         assert "_decode_kernel" not in steps["(64, 0, 1, GREEDY"]
     assert found["mixtral-tiny"]["steps"].keys() == found["llama-gqa"]["steps"].keys()

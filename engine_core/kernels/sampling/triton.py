@@ -225,26 +225,24 @@ def _adjust(x, rows, row, mode, cols, mask):
     if rows.kinds is not None:
         adjusted = mode // _KINDS
         if adjusted > 0:
-            if rows.bias is not None:
-                is_biased = (adjusted & 1) != 0
-                if is_biased:
-                    x += tl.load(rows.bias + row * rows.vocab + cols, mask=mask, other=0.0)
-            if rows.seen is not None:
-                is_penalised = (adjusted & 2) != 0
-                if is_penalised:
-                    numbers_ptr = rows.numbers + row * 7
-                    repetition = tl.load(numbers_ptr + 4).to(tl.float32)
-                    frequency = tl.load(numbers_ptr + 5).to(tl.float32)
-                    presence = tl.load(numbers_ptr + 6).to(tl.float32)
-                    at = row * rows.vocab + cols
-                    seen = tl.load(rows.seen + at, mask=mask, other=0)
-                    # Few tokens were generated, and memory is read for those alone.
-                    generated = seen >= 2
-                    counts = tl.load(rows.counts + at, mask=generated, other=0)
-                    repeated = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
-                    x = tl.where(seen != 0, repeated, x)
-                    x -= counts.to(tl.float32) * frequency
-                    x = tl.where(generated, x - presence, x)
+            is_biased = (adjusted & 1) != 0
+            if is_biased:
+                x += tl.load(rows.bias + row * rows.vocab + cols, mask=mask, other=0.0)
+            is_penalised = (adjusted & 2) != 0
+            if is_penalised:
+                numbers_ptr = rows.numbers + row * 7
+                repetition = tl.load(numbers_ptr + 4).to(tl.float32)
+                frequency = tl.load(numbers_ptr + 5).to(tl.float32)
+                presence = tl.load(numbers_ptr + 6).to(tl.float32)
+                at = row * rows.vocab + cols
+                seen = tl.load(rows.seen + at, mask=mask, other=0)
+                # Few tokens were generated, and memory is read for those alone.
+                generated = seen >= 2
+                counts = tl.load(rows.counts + at, mask=generated, other=0)
+                repeated = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
+                x = tl.where(seen != 0, repeated, x)
+                x -= counts.to(tl.float32) * frequency
+                x = tl.where(generated, x - presence, x)
             if (adjusted & _BANNED) != 0:
                 for index in range(rows.ban_width):
                     banned = tl.load(rows.ban_ids + row * rows.ban_width + index)
@@ -273,7 +271,7 @@ def _take(token, is_live, place, row, chosen, rows):
     tl.store(chosen.tokens + place, token)
     tl.store(chosen.last_tokens + row, token)
     # Rows of padding share a row.
-    if rows.counts is not None:
+    if rows.kinds is not None:
         is_counted = is_live & ((tl.load(rows.kinds + row) & 4) != 0)
         at = row * rows.vocab + token
         count = tl.load(rows.counts + at, mask=is_counted, other=0)
@@ -997,6 +995,13 @@ def sample_tokens(
     if adjustments is not None:
         kinds, ban_ids, ban_ends = adjustments.kinds, adjustments.ban_ids, adjustments.ban_ends
         bias, seen, output_counts = adjustments.bias, adjustments.seen, adjustments.output_counts
+        # Kernels take long to compile, so that those of all adjustments are the same. What is not
+        # there is in no row's kind, and so nothing is read of what is given for it.
+        if bias is None:
+            bias = torch.empty(1, dtype=torch.float32, device=device)
+        if seen is None or output_counts is None:
+            seen = torch.empty(1, dtype=torch.uint8, device=device)
+            output_counts = torch.empty(1, dtype=torch.int32, device=device)
     given = _Rows(
         logits=logits,
         stride=logits.stride(0),
