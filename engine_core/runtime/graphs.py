@@ -51,6 +51,8 @@ _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, 256, 32), *range(256
 _BUCKETS += tuple(range(512, 1025, 128))
 # Host buffers in rotation: more than there can be steps in flight.
 _RING = 8
+# Steps between two captures for which a request waits, if a larger graph takes its place.
+_APART = 32
 # Seconds that an idle engine waits for kernels before it looks for requests.
 _PATIENCE = 0.02
 
@@ -102,6 +104,8 @@ class GraphState:
         compiles: the kernels that are compiled beside; of one rank alone.
         uncaptured: keys of the steps that could not be captured; they are not tried again.
         ahead: whether steps are captured before they are needed: until one could not be.
+        since_capture: steps since the last capture; None before any is made ahead, as a server does
+            it while it is idle.
     """
 
     steps: StepState
@@ -113,6 +117,21 @@ class GraphState:
     compiles: Compiles = NOBODY
     uncaptured: set[GraphKey] = field(default_factory=set)
     ahead: bool = True
+    since_capture: int | None = None
+
+    @property
+    def spares_captures(self) -> bool:
+        """Whether a step takes a larger graph that is there, rather than wait for its own.
+
+        Few requests wait for a capture so, and none for two in a row. Offline none is spared:
+        equal calls have equal steps.
+        """
+        return self.since_capture is not None and self.since_capture < _APART
+
+    def count_step(self) -> None:
+        """Take note of a step that is about to run."""
+        if self.since_capture is not None:
+            self.since_capture += 1
 
 
 def largest_step_bytes(model: nn.Module, tokens: int) -> int:
@@ -164,6 +183,11 @@ def _packed_linears(model: nn.Module) -> Iterator[Linear]:
             yield module
 
 
+def others_of(kind: type[_Graphs]) -> str:
+    """The name of what steps without a graph need, as :class:`Compiles` knows it."""
+    return f"{kind.__name__} others"
+
+
 # Gives logits, tokens and their status.
 _Step = Callable[[], tuple[Tensor | None, Tensor, Tensor]]
 
@@ -203,14 +227,27 @@ class _Graphs(ABC):
         self._graphs.clear()
         self._complete = False
 
+    @property
+    def num_captured(self) -> int:
+        """How many steps are captured."""
+        return len(self._graphs)
+
     def capture_at_start(self) -> None:
-        """Capture what the first greedy request with a short prompt needs.
+        """Capture what the first greedy request with a short prompt needs; see :meth:`starts`."""
+        for _ in self.starts():
+            pass
+
+    def starts(self) -> Iterator[GraphKey]:
+        """Capture what the first greedy request with a short prompt needs, a step at a time.
+
+        Gives the key of each before it is captured.
 
         Raises:
             OptionError: there is no memory for it, and there is one rank.
             EngineError: it cannot be captured for another reason, and there is one rank.
         """
         for key in self._at_start:
+            yield key
             try:
                 self._graphs[key] = self._make(key)
             except AttemptError as error:
@@ -227,11 +264,10 @@ class _Graphs(ABC):
             also if its kernels are still being compiled, after a moment. Last of all, the kernels
             of steps without a graph are compiled.
         """
-        key = next((key for key in self._expected if key not in self._graphs), None)
-        coming = self._others if key is None else key
-        more = self._state.ahead and (key is not None or not self._complete)
-        if more and not self._state.compiles.ready(coming, _PATIENCE):
+        key = self._next()
+        if self.awaits_kernels:
             self._state.compiles.late += 1
+            self._state.compiles.ready(self._others if key is None else key, _PATIENCE)
             return True
         if key is None and not self._complete:
             self._state.compiles.wait(self._others)
@@ -255,7 +291,26 @@ class _Graphs(ABC):
         except AttemptError as error:
             self._give_up(key, error)
             return False
+        finally:
+            self._state.since_capture = 0  # who came meanwhile has waited for it
         return True
+
+    @property
+    def awaits_kernels(self) -> bool:
+        """Whether :meth:`capture_next` has nothing to do before a kernel is compiled."""
+        key = self._next()
+        if not self._state.ahead or (key is None and self._complete):
+            return False
+        return not self._state.compiles.ready(self._others if key is None else key)
+
+    def _next(self) -> GraphKey | None:
+        """The expected step that is captured next: the first one whose kernels are there.
+
+        If there is none, the first one; None if all are captured.
+        """
+        missing = [key for key in self._expected if key not in self._graphs]
+        ready = (key for key in missing if self._state.compiles.ready(key))
+        return next(ready, missing[0] if missing else None)
 
     def _get(self, key: GraphKey) -> Captured | None:
         """The graph of a step, captured now if need be; None if there is no memory for it.
@@ -270,6 +325,9 @@ class _Graphs(ABC):
                 if self._state.agreement.size == 1 and not error.out_of_memory:
                     raise RuntimeError(self._reason(key, error)) from error.__cause__
                 self._give_up(key, error)
+            finally:
+                if self._state.since_capture is not None:
+                    self._state.since_capture = 0
         return self._graphs.get(key)
 
     def _give_up(self, key: GraphKey, error: AttemptError) -> None:
@@ -319,7 +377,7 @@ class _Graphs(ABC):
     @property
     def _others(self) -> str:
         """The name of what :meth:`_compile_others` runs."""
-        return f"{type(self).__name__} others"
+        return others_of(type(self))
 
     def _make(self, key: GraphKey) -> Captured:
         """Capture the step of this key."""
@@ -405,19 +463,29 @@ class DecodeGraphs(_Graphs):
         ``choice`` is one that every row's parameters can be followed with, None if there is none.
         Once all that is expected was captured, no request waits for a capture: adjusted choice,
         which needs tensors over the vocabulary that few servers ever need, is made by the logits
-        until :meth:`capture_next` has captured it.
+        until :meth:`capture_next` has captured it. So is one whose kernels are being compiled.
         """
-        if choice is not Choice.ADJUSTED:
+        if choice is None or choice is Choice.GREEDY:
             return choice
+        keys = self._keys[choice][bisect_left(self._buckets, count) :]
+        if choice is Choice.ADJUSTED:
+            return self._offer_adjusted(keys)
+        captured = any(key in self._graphs for key in keys)
+        return choice if captured or self._state.compiles.ready(keys[0]) else None
+
+    def _offer_adjusted(self, keys: Sequence[GraphKey]) -> Choice | None:
+        """As :meth:`offer`; the keys are those of enough rows."""
+        choice, key = Choice.ADJUSTED, keys[0]
         adjustments = self._state.sampling().adjustments
         if adjustments is not self._adjustments:
             # These have captured other tensors.
             self._adjustments = adjustments
-            for key in [key for key in self._graphs if key.choice is choice]:
-                del self._graphs[key]
-        key = self._keys[choice][bisect_left(self._buckets, count)]
-        if key in self._graphs or not self._complete:
+            for stale in [stale for stale in self._graphs if stale.choice is choice]:
+                del self._graphs[stale]
+        if any(each in self._graphs for each in (keys if not self._complete else keys[:1])):
             return choice
+        if not self._complete:
+            return choice if self._state.compiles.ready(key) else None
         if key not in self._expected:
             self._expected += (key,)
         return None
@@ -435,8 +503,10 @@ class DecodeGraphs(_Graphs):
         count = len(rows)
         keys = self._keys[choice][bisect_left(self._buckets, count) :]
         key = keys[0]
-        if key not in self._graphs and not self._state.compiles.ready(key):
-            # Until its kernels are compiled a larger one takes its place.
+        state = self._state
+        state.count_step()
+        missing = key not in self._graphs and key not in state.uncaptured
+        if missing and (state.spares_captures or not state.compiles.ready(key)):
             key = next((each for each in keys if each in self._graphs), key)
         bucket = key.decode_rows
         # Capturing runs the step and so moves the static inputs; it comes before they are set.
@@ -538,6 +608,15 @@ def _steps_beside(max_chunk: int, max_rows: int) -> Iterator[GraphKey]:
                 yield GraphKey(decode + tokens, decode, prefill)
 
 
+def _holds(held: GraphKey, key: GraphKey) -> bool:
+    """Whether a step of the shape ``held`` has room for one of this shape."""
+    return (
+        held.decode_rows >= key.decode_rows
+        and held.prefill_rows >= key.prefill_rows
+        and held.tokens - held.decode_rows >= key.tokens - key.decode_rows
+    )
+
+
 class GraphSteps(_Graphs):
     """Steps with prefill chunks, one graph for each number of tokens, decode and prefill rows.
 
@@ -582,26 +661,27 @@ class GraphSteps(_Graphs):
         Or a step for the model itself, and False. It has as many decoding rows as steps that were
         captured, since attention has kernels by their number, which would be compiled now.
         """
+        self._state.count_step()
         own = self._own_shape(key)
-        if own is not None and (own in self._graphs or self._is_due(own)):
+        if own is not None and own in self._graphs:
             return own, True
-        prompts = key.tokens - key.decode_rows
-        holding = [
-            held
-            for held in self._graphs
-            if held.decode_rows >= key.decode_rows
-            and held.prefill_rows >= key.prefill_rows
-            and held.tokens - held.decode_rows >= prompts
-        ]
+        is_due = own is not None and not self._complete
+        is_ready = own is not None and is_due and self._state.compiles.ready(own)
+        holding = [held for held in self._graphs if _holds(held, key)]
+        if own is not None and is_ready and not (holding and self._state.spares_captures):
+            return own, True
         if holding:
             return min(holding), True
+        if is_due:
+            # Its kernels are still being compiled, and those of a larger one may be there.
+            expected = [each for each in self._expected if _holds(each, key)]
+            for each in sorted(each for each in expected if each not in self._state.uncaptured):
+                if self._state.compiles.ready(each):
+                    return each, True
         decode = next((size for size in (0, *ROWS_BESIDE) if size >= key.decode_rows), None)
         decode = key.decode_rows if decode is None else decode
+        prompts = key.tokens - key.decode_rows
         return GraphKey(decode + prompts, decode, key.prefill_rows), False
-
-    def _is_due(self, key: GraphKey) -> bool:
-        """Whether a step of this shape is captured by need, and its kernels are compiled."""
-        return not self._complete and self._state.compiles.ready(key)
 
     def _own_shape(self, key: GraphKey) -> GraphKey | None:
         """The closest shape that a step of this one is captured for by need; None for none."""

@@ -27,6 +27,7 @@ from engine_core.runtime.graphs import (
     GraphSteps,
     largest_step_bytes,
     launch_bound_tokens,
+    others_of,
 )
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.kv_cache import KVCache
@@ -59,6 +60,8 @@ Way = Literal["graph", "recorded", "eager"]
 
 _NOT_FINITE = RowError(ErrorCode.NOT_FINITE, "the model gave hidden states that are not finite")
 
+# Seconds after which a start looks again which of its first steps have their kernels.
+_LOOK_AGAIN = 0.005
 # Signed integers, by their bytes.
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -188,7 +191,9 @@ class ModelRunner:
         # The choice of each row's sequence; -1 for None.
         self._choices = np.full(rows, -1, dtype=np.int64)
         # One row more than there are sequences: a graph's padding is computed in it.
-        self._sampler = Sampler(rows + 1, device, grammar_compiler)
+        self._sampler = Sampler(
+            rows + 1, device, grammar_compiler, lambda: compiles.ready(others_of(DecodeGraphs))
+        )
         self.guides = self._sampler.guides  # what compiles the grammars of requests
         self._state = StepState(
             self._tables,
@@ -244,11 +249,28 @@ class ModelRunner:
                 )
             if capture_at_start and not forward.watched:
                 with torch.inference_mode():
-                    self._decode_graphs.capture_at_start()
-                    self._graph_steps.capture_at_start()
+                    self._capture_at_start((self._graph_steps, self._decode_graphs), compiles)
         self._state_known = capture_at_start
         # How the last run went, and its tokens, padding included.
         self._ran: tuple[Way, int] = ("eager", 0)
+
+    @staticmethod
+    def _capture_at_start(kinds: Sequence[DecodeGraphs | GraphSteps], compiles: Compiles) -> None:
+        """Capture what the first request needs, each step as soon as its kernels are compiled.
+
+        Prompts come first: attention to them takes longest to compile.
+        """
+        started = [graphs.starts() for graphs in kinds]
+        coming = {each: key for each in started if (key := next(each, None)) is not None}
+        while coming:
+            ready = (each for each, key in coming.items() if compiles.ready(key))
+            each = next(ready, None)
+            if each is None:
+                compiles.ready([*coming.values()][-1], _LOOK_AGAIN)
+            elif (key := next(each, None)) is None:
+                del coming[each]
+            else:
+                coming[each] = key
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
@@ -260,10 +282,13 @@ class ModelRunner:
         """
         if not self._state_known or self._forward.watched:
             return False
-        return any(
-            graphs is not None and graphs.capture_next()
-            for graphs in (self._decode_graphs, self._graph_steps, self._media_graphs)
-        )
+        # In turns: among the first are the largest, which take the place of all others. What waits
+        # for kernels comes last.
+        kinds = [each for each in (self._decode_graphs, self._graph_steps) if each is not None]
+        kinds.sort(key=lambda each: (each.awaits_kernels, each.num_captured))
+        if any(each.capture_next() for each in kinds):
+            return True
+        return self._media_graphs is not None and self._media_graphs.capture_next()
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> PendingStep:

@@ -38,6 +38,14 @@ def test_all_steps_of_a_start_run_on_a_gpu_that_is_not_there(tmp_path: Path) -> 
         steps = {
             name.replace("<Choice.", "").split(":")[0]: s for name, s in rehearsed["steps"].items()
         }
+        # Prompts take longest to compile; then the largest steps of both kinds, for all others.
+        assert [*steps][:5] == [
+            "(64, 0, 1, GREEDY",
+            "(3, 3, 0, GREEDY",
+            "(1, 1, 0, GREEDY",
+            "(96, 32, 8, GREEDY",
+            "(1, 1, 0, RANDOM",
+        ]
         # Greedy and random steps of 1, 2 and 3 rows; prompts alone and beside rows; what remains.
         assert {"(3, 3, 0, GREEDY", "(1, 1, 0, RANDOM", "(64, 0, 1, GREEDY"} <= set(steps)
         assert {"DecodeGraphs others", "GraphSteps others"} <= set(steps)

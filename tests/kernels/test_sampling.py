@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,6 +64,15 @@ def test_the_tokens_are_those_of_the_definition(
         counts = check_sampling(batch, op, device)
         compared += counts[0]
         turned += counts[1]
+    assert turned <= 0.01 * compared
+
+
+@pytest.mark.parametrize("adjusted", [False, True], ids=["plain", "adjusted"])
+def test_before_kernels_are_compiled_pytorch_chooses_for_some_rows_at_a_time(
+    launch_device: str, adjusted: bool
+) -> None:
+    batch = make_sampling(40, 700, torch.bfloat16, seed=5, adjusted=adjusted)
+    compared, turned = check_sampling(batch, partial(sample_tokens, plain=True), launch_device)
     assert turned <= 0.01 * compared
 
 

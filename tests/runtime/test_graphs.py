@@ -30,7 +30,7 @@ from engine_core.configs import (
 )
 from engine_core.errors import EngineError, OptionError
 from engine_core.inputs import ProcessedPrompt, PromptState
-from engine_core.kernels import CodedWeight, Fp8Weight, GroupWeight
+from engine_core.kernels import CodedWeight, Fp8Weight, GroupWeight, sample_tokens
 from engine_core.nn import Embedding
 from engine_core.nn.linear import Linear
 from engine_core.runtime.block_tables import BlockTables, IntArray
@@ -357,10 +357,34 @@ def test_prompts_beside_decodes_have_graphs_where_the_host_would_be_busy(device:
 def test_until_all_expected_steps_are_captured_others_are_when_they_come(device: Device) -> None:
     graphs = GraphSteps(state_of(device, 20), 10**6, 1024)
     graphs.capture_at_start()
-    assert graphs.capture_next()
-    device.take()
     assert run(graphs, 64, 1, 1) is not None
-    assert device.take() == [(96, 32)]
+    assert device.take() == [(64, 0), (96, 32)]
+
+
+def test_shortly_after_a_capture_steps_take_a_larger_graph_that_is_there(device: Device) -> None:
+    """So that no request waits for two in a row."""
+    state = state_of(device, 20)
+    decode, mixed = DecodeGraphs(state), GraphSteps(state, 10**6, 1024)
+    decode.capture_at_start()
+    mixed.capture_at_start()
+    assert mixed.capture_next()
+    assert device.take() == [(20, 20), (1, 1), (64, 0), (1056, 32)]
+    turns = 0
+    while not device.captured:
+        turns += 1
+        assert run(mixed, 300, 2, 1) is not None
+        captured = decode.begin(*rows(3))
+        assert captured is not None
+        assert captured.logits is not None
+        assert len(captured.logits) == (4 if device.captured == [(4, 4)] else 20)
+    assert 10 < turns < 100
+    (first,) = device.take()
+    assert first in ((4, 4), (352, 32))
+    # Whose own graph is there takes it, and what nothing else holds is captured all the same.
+    assert decode.begin(*rows(1)) is not None
+    assert device.take() == []
+    assert decode.begin(*rows(20), Choice.RANDOM) is not None
+    assert device.take() == [(20, 20)]
 
 
 def test_steps_that_take_the_device_longer_than_their_launch_have_little_padding(
@@ -408,6 +432,7 @@ def test_without_memory_a_step_runs_without_a_graph(
     assert decode.begin(*rows(4)) is None
     assert run(mixed, 500) is None
     assert device.take() == []
+    state.since_capture = 1000
     for count in (1, 2, 20):
         assert decode.begin(*rows(count)) is not None
     assert run(mixed, 64) is not None
@@ -491,8 +516,9 @@ def test_nothing_is_captured_ahead_with_less_memory_than_a_step_needs(
     (record,) = caplog.records
     assert "set kv_cache_memory lower to leave more" in record.getMessage()
     # What is needed is captured.
-    assert decode.begin(*rows(4)) is not None
-    assert run(mixed, 200) is not None
+    for needed in (lambda: decode.begin(*rows(4)), lambda: run(mixed, 200)):
+        state.since_capture = 1000
+        assert needed() is not None
     assert device.take() == [(4, 4), (256, 0)]
 
 
@@ -549,7 +575,7 @@ class Successor(nn.Module):
         return nn.functional.one_hot(input_ids + 1, VOCAB).float()
 
 
-def make_runner(**settings: Any) -> ModelRunner:
+def make_runner(*, eager: bool = True, **settings: Any) -> ModelRunner:
     spec = KVCacheSpec(num_kv_heads=1, head_dim=4, v_head_dim=4, dtype="float32")
     plan = CachePlan(
         cache_config=CacheConfig(groups=(CacheGroup(spec=spec, block_size=16),), num_blocks=20),
@@ -558,7 +584,7 @@ def make_runner(**settings: Any) -> ModelRunner:
         max_model_len=64,
     )
     config = SchedulerConfig(max_num_seqs=ROWS, max_num_batched_tokens=64, max_model_len=64)
-    return ModelRunner(Successor(), plan, config, torch.device("cpu"), eager=True, **settings)
+    return ModelRunner(Successor(), plan, config, torch.device("cpu"), eager=eager, **settings)
 
 
 @pytest.fixture
@@ -727,9 +753,19 @@ def test_until_its_kernels_are_compiled_a_larger_step_takes_its_place(
     coming.compiled.add(GraphKey(4, 4, 0))
     assert graphs.begin(*rows(3)) is not None
     assert device.take() == [(4, 4)]
-    # Nothing is there that could take the place of a random choice.
-    assert graphs.begin(*rows(3), Choice.RANDOM) is not None
-    assert (device.take(), coming.waited[-1]) == ([(4, 4)], GraphKey(4, 4, 0, Choice.RANDOM))
+    # A random choice is made by the logits of a greedy step, until one takes its place.
+    assert graphs.offer(3, Choice.RANDOM) is None
+    assert graphs.offer(3, Choice.ADJUSTED) is None
+    coming.compiled.add(GraphKey(20, 20, 0, Choice.RANDOM))
+    assert graphs.capture_next()
+    assert device.take() == [(20, 20)]
+    assert graphs.offer(3, Choice.RANDOM) is Choice.RANDOM
+    captured = graphs.begin(*rows(3), Choice.RANDOM)
+    assert captured is not None
+    assert captured.chosen.tokens is not None
+    assert (len(captured.chosen.tokens), device.take()) == (20, [])
+    coming.compiled.add(GraphKey(4, 4, 0, Choice.ADJUSTED))
+    assert graphs.offer(3, Choice.ADJUSTED) is Choice.ADJUSTED
 
 
 def test_prompts_whose_step_is_not_compiled_run_without_a_graph(
@@ -744,3 +780,94 @@ def test_prompts_whose_step_is_not_compiled_run_without_a_graph(
     coming.compiled.add(GraphKey(256, 0, 1))
     assert run(graphs, 200) is not None
     assert coming.waited == [GraphKey(64, 0, 1), GraphKey(256, 0, 1)]
+    # The smallest larger one that is compiled, and not yet captured.
+    coming.compiled |= {GraphKey(1024, 0, 1), GraphKey(768, 0, 1)}
+    assert device.take() == [(256, 0)]
+    assert run(graphs, 500) is not None
+    assert device.take() == [(768, 0)]
+
+
+PROMPT, MOST, ONE = GraphKey(64, 0, 1), GraphKey(ROWS, ROWS, 0), GraphKey(1, 1, 0)
+
+
+class Listed(Compiles):
+    """Kernels of these steps are compiled in this order, while somebody waits for them."""
+
+    class Capturer:
+        def __init__(self, *_: Any) -> None: ...
+
+        def run(self, function: Callable[[], Any]) -> Any:
+            return function()
+
+        def capture(self, function: Callable[[], Any]) -> tuple[Graph, Any]:
+            return Graph(), function()
+
+        def free_memory(self) -> int:
+            return 1 << 40
+
+    capturer = Capturer
+
+    def __init__(self, *coming: Any) -> None:
+        self.coming = list(coming)
+        self.captured: list[Any] = []
+
+    def ready(self, step: Any, seconds: float = 0.0) -> bool:
+        if seconds and self.coming:
+            del self.coming[0]
+        return step not in self.coming
+
+    def wait(self, step: Any) -> None:
+        assert step not in self.coming, "what is compiled is captured first"
+        self.captured.append(step)
+
+
+@pytest.mark.parametrize(
+    ("coming", "captured"),
+    [
+        ([], [PROMPT, MOST, ONE]),
+        ([PROMPT], [MOST, ONE, PROMPT]),
+        ([MOST, PROMPT], [MOST, ONE, PROMPT]),
+        ([ONE, PROMPT, MOST], [PROMPT, MOST, ONE]),
+    ],
+)
+def test_a_start_captures_first_what_is_compiled_first(
+    monkeypatch: pytest.MonkeyPatch, coming: list[GraphKey], captured: list[GraphKey]
+) -> None:
+    """Prompts if all is compiled; an idle engine goes on with both kinds in turns."""
+    monkeypatch.setattr("engine_core.runtime.runner.launch_bound_tokens", lambda *_: 2048)
+    compiles = Listed(*coming)
+    runner = make_runner(eager=False, compiles=compiles)
+    assert compiles.captured == captured
+    compiles.captured.clear()
+    random = GraphKey(1, 1, 0, Choice.RANDOM)
+    for _ in range(2):
+        assert runner.capture_next()
+    assert compiles.captured == [GraphKey(96, 32, 32), random]
+    # What waits for kernels keeps nothing else waiting.
+    compiles.coming = [GraphKey(ROWS, ROWS, 0, Choice.RANDOM), "never"]
+    while runner.capture_next():
+        pass
+    assert GraphKey(ROWS, ROWS, 0, Choice.RANDOM) in compiles.captured
+
+
+def test_until_kernels_of_choices_are_compiled_pytorchs_choose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[bool] = []
+
+    def noted(*arguments: Any, plain: bool) -> Any:
+        asked.append(plain)
+        return sample_tokens(*arguments, plain=plain)
+
+    monkeypatch.setattr("engine_core.runtime.sampler.sampler.sample_tokens", noted)
+    compiles = Listed("DecodeGraphs others")
+    runner = make_runner(compiles=compiles)
+    params = SamplingParams(temperature=1.0, seed=0)
+    for turn in range(2):
+        prompt = ProcessedPrompt(array("q", [1, 2, 3]))
+        admitted = Admission("a", 0, array("q", [1, 2, 3]), 3, params, prompt)
+        first = PlanRow("a", 0, 0, 3, ((1, 2),), sample=True)
+        (row,) = runner.submit(StepPlan(turn, (first,), admitted=(admitted,))).result().rows
+        assert len(row.token_ids) == 1
+        compiles.coming.clear()
+    assert asked == [True, False]

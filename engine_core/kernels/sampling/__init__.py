@@ -30,8 +30,18 @@ __all__ = [
 ]
 
 
+# Rows that plain PyTorch chooses for at once on a GPU, which bounds the memory that it takes.
+_PLAIN_ROWS = 16
+
+
 def sample_tokens(
-    logits: Tensor, rows: Tensor, positions: Tensor, last_tokens: Tensor, state: SamplingState
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    last_tokens: Tensor,
+    state: SamplingState,
+    *,
+    plain: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Choose a token for each row, and move the state of the persistent batch on.
 
@@ -58,6 +68,8 @@ def sample_tokens(
             computed, whose successor is chosen; negative for padding, whose result is meaningless.
         last_tokens: ``[max_rows]`` int64, modified.
         state: how each row of the persistent batch chooses.
+        plain: whether a GPU is to compute it by PyTorch's kernels, which are slower and need no
+            compile; the host waits for it.
 
     Returns:
         Tokens ``[B]`` int64, and ``[B]`` int8: 1 where a logit is NaN or +inf or all are -inf, 2
@@ -92,10 +104,17 @@ def sample_tokens(
         )
     if state.adjustments is not None:
         _check_adjustments(state.adjustments, max_rows, logits.shape[1])
-    if logits.is_cuda:
+    if logits.is_cuda and not plain:
         from engine_core.kernels.sampling import triton
 
         return triton.sample_tokens(logits, rows, positions, last_tokens, state)
+    if plain and len(rows) > _PLAIN_ROWS:
+        parts = zip(*(each.split(_PLAIN_ROWS) for each in (logits, rows, positions)), strict=True)
+        chosen = [
+            reference.sample_tokens(some, of, at, last_tokens, state) for some, of, at in parts
+        ]
+        tokens, status = zip(*chosen, strict=True)
+        return torch.cat(tokens), torch.cat(status)
     return reference.sample_tokens(logits, rows, positions, last_tokens, state)
 
 

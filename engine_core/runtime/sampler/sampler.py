@@ -103,6 +103,7 @@ class Sampler:
         device: where the logits are.
         grammar_compiler: makes the compiler for guided requests; called at the first of them. None
             if there are none.
+        is_compiled: whether a GPU's kernels need no compile now. Until then PyTorch's choose.
 
     Attributes:
         last_tokens: ``[max_rows]`` int64 on the device, the token that each row sampled last.
@@ -114,7 +115,9 @@ class Sampler:
         max_rows: int,
         device: torch.device,
         grammar_compiler: Callable[[], GrammarCompiler] | None = None,
+        is_compiled: Callable[[], bool] = lambda: True,
     ) -> None:
+        self._is_compiled = is_compiled
         self._max_rows = max_rows
         self._device = device
         self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
@@ -280,7 +283,12 @@ class Sampler:
         chosen = np.array([rows, positions], dtype=np.int64)
         row_tensor, last_positions = all_to_device([chosen[0], chosen[1] - 1], self._device)
         tokens, status = sample_tokens(
-            logits, row_tensor, last_positions, self.last_tokens, self.state
+            logits,
+            row_tensor,
+            last_positions,
+            self.last_tokens,
+            self.state,
+            plain=not self._is_compiled(),
         )
         if where is not None and from_model is not None:
             left = status[where] == 0
