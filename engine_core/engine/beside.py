@@ -79,24 +79,39 @@ def _begin(opened: Opened) -> Compiles:
         or source.model_config.pooling is not None
         or not source.state_known
         or find_spec("triton") is None
-        or (gpu := gpu_of(source.device)) is None
+        or os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
     ):
         return NOBODY
-    from triton import knobs
+    # It imports what it needs while this process asks the GPU, which takes some tenths of a second.
+    forked = _fork() if threading.active_count() == 1 else None
+    try:
+        task = _task(opened)
+        if task is not None:
+            compiles = forked or _spawn()
+            compiles.send(pickle.dumps(task))
+            return compiles
+    except BaseException:
+        if forked is not None:
+            forked.close()
+        raise
+    if forked is not None:
+        forked.close()
+    return NOBODY
 
+
+def _task(opened: Opened) -> Rehearsal | None:
+    """What is to be rehearsed; None if all kernels are there, or the GPU is not NVIDIA's."""
+    source, config = opened.source, opened.config
+    gpu = gpu_of(source.device)
+    if gpu is None:
+        return None
     from engine_core.engine import kept_kernels
 
-    if knobs.runtime.interpret:
-        return NOBODY
-    made_for = kept_kernels.made_for(source, config, gpu)
-    if kept_kernels.are_kept(made_for):
-        return NOBODY
+    if kept_kernels.are_kept(kept_kernels.made_for(source, config, gpu)):
+        return None
     processes = config.compile_processes or min(_MOST_PROCESSES, usable_cores())
     memory = torch.cuda.mem_get_info(source.device)
-    task = pickle.dumps(Rehearsal(source.name, config, gpu, memory, processes))
-    compiles = _fork() if threading.active_count() == 1 else _spawn()
-    compiles.send(task)
-    return compiles
+    return Rehearsal(source.name, config, gpu, memory, processes)
 
 
 def _fork() -> CompileProcess:

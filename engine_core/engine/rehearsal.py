@@ -15,10 +15,12 @@ import pickle
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
+from triton.runtime.cache import triton_key
 
 from engine_core.engine import kept_kernels
 from engine_core.engine.beside import Rehearsal
@@ -31,6 +33,9 @@ from engine_core.runtime.capture import Graph
 from engine_core.runtime.compiles import Compiles, name_of
 
 T = TypeVar("T")
+
+# Operations that most models have, the slowest to import first.
+_USUAL = ("attention.hopper", "linear", "attention", "sampling", "norm", "rotary_store", "greedy")
 
 _SIGNALS = {
     signal.SIGTERM: signal.SIG_DFL,
@@ -165,6 +170,17 @@ def rehearse(
     return opened
 
 
+def _import_kernels() -> None:
+    """Import what most models launch, and have Triton read itself for its keys.
+
+    It takes a second of a processor, in which the engine finds out what the task is.
+    """
+    with suppress(Exception):  # else it is imported where it is launched, which says what is wrong
+        for name in _USUAL:
+            import_module(f"engine_core.kernels.{name}.triton")
+        triton_key()
+
+
 def live(given: int, told: int) -> NoReturn:
     """The life of the process that :func:`~engine_core.engine.beside.compile_beside` starts.
 
@@ -178,6 +194,7 @@ def live(given: int, told: int) -> NoReturn:
     for number, handler in _SIGNALS.items():
         signal.signal(number, handler)
     gc.freeze()  # what they dropped is not to be ended twice
+    _import_kernels()
     with os.fdopen(given, "rb") as file:
         task: Rehearsal = pickle.load(file)
     events = os.fdopen(told, "w", buffering=1)

@@ -146,6 +146,8 @@ class CompileProcess(Compiles):
     def close(self) -> None:
         """See :class:`Compiles`."""
         self._closed = True
+        with contextlib.suppress(OSError):
+            self._stdin.close()  # if it was sent nothing
         self._process.kill()
         self._process.wait()
 

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,13 +25,13 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from engine_core import EngineConfig
-from engine_core.engine import kept_kernels
+from engine_core.engine import beside, kept_kernels
 from engine_core.engine.beside import compile_beside, usable_cores
 from engine_core.engine.rehearsal import live
 from engine_core.kernels import GPU
 from engine_core.runtime.absent import absent_gpu
 from engine_core.runtime.ahead import Compilers, Module
-from engine_core.runtime.compiles import NOBODY, CompileProcess, name_of
+from engine_core.runtime.compiles import NOBODY, CompileProcess, Forked, name_of
 from engine_core.runtime.step_batch import GraphKey
 
 
@@ -138,15 +139,31 @@ def test_a_process_that_writes_something_else_is_not_waited_for(
     assert "any more: TypeError" in caplog.text
 
 
-def test_no_start_fails_by_what_compiles_ahead(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_start_fails_by_what_compiles_ahead(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.INFO)
     source = SimpleNamespace(
         device=torch.device("cuda"), model_config=SimpleNamespace(pooling=None), state_known=True
     )
     opened: Any = SimpleNamespace(source=source, config=EngineConfig())
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    begun = []
+
+    class Noted(Forked):
+        def __init__(self, pid: int) -> None:
+            super().__init__(pid)
+            begun.append(pid)
+
+    monkeypatch.setattr(beside, "Forked", Noted)
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
     assert compile_beside(opened) is NOBODY  # here is no GPU, and this is no model
     (record,) = caplog.records
     assert record.message.startswith("kernels are not compiled ahead: ")
+    # What was forked meanwhile is gone.
+    (pid,) = begun
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 @pytest.mark.parametrize(
