@@ -20,9 +20,14 @@ import torch
 import triton
 from compiled_ahead import compile_launches
 
+from engine_core.kernels import DeferredRMSNorm, GroupWeight
 from engine_core.kernels.attention.call import Call
 from engine_core.kernels.attention.hopper import triton as attention
+from engine_core.kernels.gpu import GPU
+from engine_core.kernels.linear import triton as portable
+from engine_core.kernels.linear.groups.hopper import triton as codes
 from engine_core.kernels.linear.hopper import triton as linear
+from engine_core.kernels.linear.tiles import choose_codes_tile
 from engine_core.kernels.segments.hopper import triton as segments
 
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
@@ -54,6 +59,26 @@ def quick_gelu_linear(dtype: torch.dtype, has_bias: bool) -> None:
     linear.quick_gelu_linear(x, weight, weight[:, 0].contiguous() if has_bias else None)
 
 
+def codes_linear(rows: int, ending: str, dtype: torch.dtype) -> None:
+    """A linear of Llama 3 8B's shapes by 4-bit codes, with what follows its products."""
+    n, k = {"gated": (28672, 4096), "added": (4096, 14336), "stored": (6144, 4096)}[ending]
+    tile = choose_codes_tile(rows, n, k, ending == "gated", GPU.of_capability((9, 0)))
+    assert tile is not None
+    scales = torch.zeros(k // 128, n, dtype=torch.float16)
+    words = torch.zeros(n, k // 128, 32, dtype=torch.int16)
+    weight = GroupWeight(words, scales, scales.to(torch.int8), k, 128, dtype)
+    x, residual = torch.zeros(rows, k, dtype=dtype), torch.zeros(rows, n, dtype=dtype)
+    epilogue: Any = portable.Activated.of(x, n, True)
+    if ending == "added":
+        epilogue = portable.Added.of(residual, residual[0], tile)
+    elif ending == "stored":
+        cache, angles = torch.zeros(8, 16, 8, 128, dtype=dtype), torch.zeros(rows, 64)
+        slots = torch.zeros(rows, dtype=torch.int64)
+        epilogue = portable.Stored.of(n, angles, angles, cache, cache, slots, False)
+    undivided = DeferredRMSNorm(x, torch.zeros(rows, 64), 1e-5)
+    codes.linear(x if ending == "added" else undivided, weight, epilogue, tile)
+
+
 def attend(width: int, longest: int, dtype: torch.dtype) -> None:
     """Attention within one segment."""
     q, k, v = torch.zeros(3, longest, 4, width, dtype=dtype)
@@ -75,6 +100,12 @@ LAUNCHES: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "gated-bias": (gated_linear, (FLOAT16, True)),
     "quick-gelu": (quick_gelu_linear, (BFLOAT16, False)),
     "quick-gelu-bias": (quick_gelu_linear, (BFLOAT16, True)),
+    "codes-gated-1": (codes_linear, (1, "gated", BFLOAT16)),
+    "codes-gated-32": (codes_linear, (32, "gated", BFLOAT16)),
+    "codes-added-1": (codes_linear, (1, "added", BFLOAT16)),
+    "codes-added-64": (codes_linear, (64, "added", FLOAT16)),
+    "codes-stored-16": (codes_linear, (16, "stored", BFLOAT16)),
+    "codes-stored-32": (codes_linear, (32, "stored", FLOAT16)),
     "segments-64": (attend, (64, 300, BFLOAT16)),
     "segments-64-long": (attend, (64, 2000, BFLOAT16)),
     "segments-80": (attend, (80, 2000, FLOAT16)),
@@ -98,7 +129,9 @@ def resources(cubin: bytes) -> str:
 def main(names: list[str]) -> None:
     """Compile the launches of these names, or all."""
     compiled = compile_launches()
-    linear.pdl_options = lambda device: {"PDL": True, "launch_pdl": True}
+    modules: tuple[Any, ...] = (linear, codes)
+    for module in modules:
+        module.pdl_options = lambda device: {"PDL": True, "launch_pdl": True}
     for name in names or LAUNCHES:
         launch, arguments = LAUNCHES[name]
         launch(*arguments)

@@ -51,6 +51,20 @@ def by_complex_numbers(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
     return x
 
 
+def check_replays(chain: Callable[[], Sequence[Tensor]], expected: Sequence[Tensor]) -> None:
+    """A graph of launches gives, each time, what they gave one by one."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    for _ in range(3):
+        for got in captured:
+            got.fill_(torch.nan)
+        graph.replay()
+        for got, wanted in zip(captured, expected, strict=True):
+            assert torch.equal(got, wanted)
+
+
 def stored(cache: Tensor, slots: Tensor) -> Tensor:
     """Read a cache that was full of NaN at the non-negative slots; elsewhere it must be NaN.
 

@@ -19,11 +19,14 @@ import torch.nn.functional as F
 from kernel_cases import TOLERANCE
 from torch import Tensor
 
+from engine_core.kernels import GroupWeight, gpu
 from engine_core.kernels.activation import silu_and_mul
 from engine_core.kernels.launch import gluon
 from engine_core.kernels.launch.gluon import Family, Trial, runs_gluon, support
+from engine_core.kernels.linear.tiles import choose_codes_tile
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 7)
+HOPPER = gpu.GPU.of_capability((9, 0))
 UNTRIED = "3.9.0"
 
 
@@ -324,6 +327,61 @@ def test_segments_are_tried_on_a_case_that_torch_solves(
     assert not tried.trusts("attend", sees_a_neighbour, like, longest)
 
 
+ENDINGS = ("activated", "gated", "added", "stored")
+
+
+def of_codes(dtype: torch.dtype, device: str, *, zeros: bool) -> GroupWeight:
+    """A weight ``[512, 4096]``, whose form a trial's has."""
+    words = torch.zeros(512, 32, 32, dtype=torch.int16, device=device)
+    scales = torch.zeros(32, 512, dtype=torch.float16, device=device)
+    return GroupWeight(words, scales, scales.to(torch.int8) if zeros else None, 4096, 128, dtype)
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("zeros", [True, False])
+def test_linears_by_codes_are_tried_on_a_case_that_torch_solves(
+    ending: str,
+    zeros: bool,
+    launch_device: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried = Tried("linear.groups", tmp_path, monkeypatch)
+    tile = choose_codes_tile(5, 4096, 4096, False, HOPPER)
+    last: str | None = None
+
+    def right(x: Tensor, weight: GroupWeight, epilogue: Any, *rest: Any) -> Tensor:
+        product = x.float() @ weight.dense().float().T
+        if ending == "stored":
+            rows, _, dim = epilogue.out.shape
+            cos, sin = epilogue.cos[:, None], epilogue.sin[:, None]
+            heads = product.to(x.dtype).float().view(rows, 4, dim)
+            a, b = heads[:, :3].chunk(2, -1)
+            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+            epilogue.out.copy_(turned[:, :2])
+            epilogue.k_cache[epilogue.slots, 0] = turned[:, 2:]
+            epilogue.v_cache[epilogue.slots, 0] = heads[:, 3:].to(x.dtype)
+        elif ending == "added":
+            total = (product.to(x.dtype) + epilogue.residual).float()
+            epilogue.total.copy_(total)
+            epilogue.squares.zero_()[:, 1] = total.square().sum(1)
+            epilogue.out.copy_(total * epilogue.norm_weight.float())
+        else:
+            gate, up = product.chunk(2, -1)
+            epilogue.out.copy_(F.silu(gate) * up if ending == "gated" else product)
+        if last is not None:
+            getattr(epilogue, last)[-1] = 0
+        out: Tensor = epilogue.out
+        return out
+
+    of = of_codes(torch.bfloat16, launch_device, zeros=zeros)
+    like = torch.empty((5, 4096), dtype=torch.bfloat16, device=launch_device)
+    assert tried.trusts("linear", right, like, of, tile, ending)
+    wrong = {"added": ["out", "total", "squares"], "stored": ["out", "k_cache", "v_cache"]}
+    for last in wrong.get(ending, ["out"]):
+        assert not tried.trusts("linear", right, like, of, tile, ending), last
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -335,13 +393,17 @@ def test_hoppers_own_kernels_pass_their_trials(
     def like(heads: int, width: int) -> Tensor:
         return torch.empty((1, heads, width), dtype=dtype, device="cuda")
 
-    attention, linear, segments = map(hopper, ("attention", "linear", "segments"))
+    names = ("attention", "linear", "linear.groups", "segments")
+    attention, linear, codes, segments = map(hopper, names)
+    weight = of_codes(dtype, "cuda", zeros=True)
+    tile = choose_codes_tile(1, 4096, 4096, False, HOPPER)
     cases: list[tuple[ModuleType, tuple[Any, ...]]] = [
         *((attention, (like(32, 128), 8, size, pdl)) for size in (16, 64) for pdl in (True, False)),
         (attention, (like(14, 64), 2, 64, True)),
         (attention, (like(8, 128), 8, 256, True)),
         *((attention, (like(6, width), 3, 64, True)) for width in (72, 80, 96, 192, 256)),
         *((linear, (like(1, 64)[0], *kind)) for kind in product((False, True), repeat=2)),
+        *((codes, (like(1, 4096)[0], weight, tile, ending)) for ending in ENDINGS),
         *((segments, (like(16, width), 640)) for width in (64, 72, 80, 128)),
         (segments, (like(16, 64), 5000)),
     ]
@@ -363,6 +425,7 @@ def test_they_compile_for_a_hopper_gpu_that_is_not_there(tmp_path: Path) -> None
     script = Path(__file__).with_name("compiled_gluon.py")
     names = ["8B", "0.5B", "heads-80", "heads-256"]
     names += ["gated-bias", "quick-gelu-bias", "segments-64-long", "segments-80"]
+    names += ["codes-gated-1", "codes-gated-32", "codes-added-64", "codes-stored-32"]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, str(script), *names],

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import TOLERANCE, error
+from kernel_cases import TOLERANCE, check_replays, error
 from random_examples import pairwise
 from torch import Tensor
 
@@ -316,17 +316,7 @@ def test_linears_and_norms_after_them_in_a_graph(rows: int) -> None:
             )
         return normed, total
 
-    expected = chain()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = chain()
-    for _ in range(3):
-        for got in captured:
-            got.fill_(torch.nan)
-        graph.replay()
-        for got, wanted in zip(captured, expected, strict=True):
-            assert torch.equal(got, wanted)
+    check_replays(chain, chain())
 
 
 @pytest.mark.parametrize(

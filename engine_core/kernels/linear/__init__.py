@@ -86,7 +86,7 @@ def linear(
         from engine_core.kernels.linear.invariant import triton as invariant
 
         return invariant.linear(values, weight, bias, gated=gated, activation=activation)
-    tile = _tile(values, weight, gated)
+    tile = _tile(values, weight, gated, ending="gated" if gated else "activated")
     if isinstance(weight, CodedWeight) and tile is None:
         product = weight.product(values, bias) if squares is None else None
         if product is not None:
@@ -108,8 +108,7 @@ def linear(
         from engine_core.kernels.linear import triton
 
         epilogue = triton.Activated.of(values, len(weight), gated, activation)
-        reader = triton.reader_of(weight)
-        return triton.linear(x, reader, epilogue, tile, bias)
+        return _launch(x, weight, epilogue, tile, bias)
     assert isinstance(weight, Tensor), "codes without a tile became numbers"
     gelu = activation == "gelu_tanh" and not gated
     if gelu and bias is not None and squares is None and _cublas_activates(values, weight):
@@ -164,14 +163,14 @@ def linear_add(
         ValueError: shapes or dtypes are not as above.
     """
     _check_added("linear_add", x, weight, bias, residual, norm_weight)
-    tile = _tile(x, weight, gated=False)
+    tile = _tile(x, weight, gated=False, ending="added")
     if tile is None:
         numbers = numbers_of(weight, x.dtype)
         return reference.linear_add(x, numbers, bias, residual, norm_weight, eps, norm_offset)
     from engine_core.kernels.linear import triton
 
     added = triton.Added.of(residual, norm_weight, tile, norm_offset)
-    values = triton.linear(x, triton.reader_of(weight), added, tile, bias)
+    values = _launch(x, weight, added, tile, bias)
     return DeferredRMSNorm(values, added.squares, eps), added.total
 
 
@@ -360,7 +359,9 @@ def linear_rotary_store(
         and fits
         and _rotates_and_stores(values, cos, sin, k_cache, v_cache, slot_mapping)
     ):
-        tile = _tile(values, weight, gated=False, deterministic=deterministic)
+        plain = not whole and not interleaved and head_dim % tiles.CODES_BLOCK_N == 0
+        ending = "stored" if plain else None
+        tile = _tile(values, weight, False, deterministic, ending)
     if tile is not None:
         assert not isinstance(x, CodedRows), "many rows are in codes, and have no tile"
         from engine_core.kernels.linear import triton
@@ -369,8 +370,7 @@ def linear_rotary_store(
             len(weight), cos, sin, k_cache, v_cache, slot_mapping, interleaved,
             dtype=values.dtype, kv_scales=kv_scales, **norms,
         )  # fmt: skip
-        reader = triton.reader_of(weight)
-        return triton.linear(x, reader, stored, tile, bias)
+        return _launch(x, weight, stored, tile, bias)
     apart = squares is None and cos is not None and rows > 0
     options = norms | {"interleaved": interleaved, "kv_scales": kv_scales}
     if apart and isinstance(weight, Fp8Weight) and _applies_scales_later(values, weight):
@@ -559,17 +559,59 @@ def _cublas_activates(x: Tensor, weight: Tensor) -> bool:
     )
 
 
+def _hopper_takes(x: Tensor, weight: GroupWeight, tile: tiles.Tile, ending: str) -> bool:
+    """Whether the kernel for 4-bit codes on Hopper takes this linear."""
+    from engine_core.kernels.launch.gluon import runs_gluon
+
+    if not runs_gluon(x.device):
+        return False
+    from engine_core.kernels.linear.groups.hopper import triton as hopper
+
+    return hopper.fits(x, weight) and hopper.is_trusted(x, weight, tile, ending)
+
+
+def _launch(
+    x: Tensor | DeferredRMSNorm,
+    weight: Tensor | CodedWeight,
+    epilogue: Any,
+    tile: tiles.Tile,
+    bias: Tensor | None,
+) -> Tensor:
+    """The result of the kernel that the tile is of."""
+    if tile.mode == "codes":
+        assert isinstance(weight, GroupWeight), "no other weight has such a tile"
+        from engine_core.kernels.linear.groups.hopper import triton as hopper
+
+        return hopper.linear(x, weight, epilogue, tile, bias)
+    from engine_core.kernels.linear import triton
+
+    return triton.linear(x, triton.reader_of(weight), epilogue, tile, bias)
+
+
 def _tile(
-    x: Tensor, weight: Tensor | CodedWeight, gated: bool, deterministic: bool = False
+    x: Tensor,
+    weight: Tensor | CodedWeight,
+    gated: bool,
+    deterministic: bool = False,
+    ending: str | None = None,
 ) -> tiles.Tile | None:
-    """The tile of this linear's kernel of few rows; None where it is not used."""
+    """The tile of this linear's kernel of few rows; None where it is not used.
+
+    ``ending`` is what follows the products, by its name in Hopper's kernel for 4-bit codes; None if
+    that has no such end.
+    """
     if not x.is_cuda or x.stride(-1) != 1 or x.dtype != weight.dtype:
         return None
     n, k = weight.shape
     shape = (x.numel() // k, n, k, gated, gpu_of(x.device))
     if isinstance(weight, CodedWeight):
-        fits = not deterministic and x.dtype in _SIXTEEN_BITS
-        return weight.tile(shape[0], gated, shape[-1]) if fits else None
+        if deterministic or x.dtype not in _SIXTEEN_BITS:
+            return None
+        if ending is not None and isinstance(weight, GroupWeight):
+            tile = tiles.choose_codes_tile(*shape)
+            if tile is not None and _hopper_takes(x, weight, tile, ending):
+                return tile
+        return weight.tile(shape[0], gated, shape[-1])
     if not weight.is_contiguous() or weight.data_ptr() % 16:
         return None
     if deterministic:

@@ -1,0 +1,688 @@
+"""Linears of few rows by 4-bit codes on Hopper, in Gluon, Triton's language below the tile.
+
+The tensor memory accelerator brings tiles of codes and of x to shared memory, some steps ahead, the
+first codes before the kernel ahead has ended. A thread reads from there, in the order in which they
+lie, the codes of just those numbers that the matrix units want of it: they become numbers in
+registers, 11 instructions for 8, and never move to another thread.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from engine_core.kernels.activation.triton import activated
+from engine_core.kernels.launch.gluon import Family, Trial
+from engine_core.kernels.launch.hopper.triton import (
+    launch_dependents,
+    reinterpret,
+    sync_threads,
+    tma_load,
+    wait,
+)
+from engine_core.kernels.launch.triton import arrival_counts, pdl_options
+from engine_core.kernels.linear.epilogues.triton import Activated, Added, Stored
+from engine_core.kernels.linear.groups import BLOCK, GroupWeight
+from engine_core.kernels.linear.readers.triton import instructions, offset_of
+from engine_core.kernels.linear.reference import DeferredRMSNorm, taken_apart
+from engine_core.kernels.linear.tiles import Tile
+
+# Rotating and storing has run on no GPU yet: each end is tried with every Triton.
+_FAMILY = Family("4-bit linears", "These take up to half as long again for up to 64 rows", ran=())
+
+# Columns of a block of codes, and words of the two blocks of a tile in shared memory: 128 bytes,
+# the widest swizzle.
+_COLS = gl.constexpr(BLOCK)
+_WORDS = gl.constexpr(32 * 2)
+
+
+@gluon.constexpr_function
+def _words_layout(rows, warps):
+    """Where threads have a step's words ``[rows, 64]``: those of the numbers that they multiply."""
+    warp, registers, size = [], [[0, 1], [8, 0], [0, 8], [0, 16], [0, 32]], 16
+    while size < 16 * warps:
+        warp.append([size, 0])
+        size *= 2
+    while size < rows:
+        registers.append([size, 0])
+        size *= 2
+    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warp, [], [rows, 64])
+
+
+@gluon.jit
+def _load_codes(
+    desc, boxes, barrier, stage, row, apart, step, BOXES: gl.constexpr, PAIRS: gl.constexpr, pred
+):
+    """Begin to load a step's words of BOXES of rows, ``apart`` from one another."""
+    for pair in gl.static_range(PAIRS):
+        for box in gl.static_range(BOXES):
+            place = boxes.index((stage * PAIRS + pair) * BOXES + box)
+            words = (step * PAIRS + pair) * _WORDS
+            tma_load(desc, [row + box * apart, words], barrier, place, pred=pred)
+
+
+@gluon.jit
+def _load_x(desc, x, barrier, stage, row, step, PAIRS: gl.constexpr, pred):
+    for block in gl.static_range(2 * PAIRS):
+        place = x.index(stage * 2 * PAIRS + block)
+        tma_load(desc, [row, (step * 2 * PAIRS + block) * _COLS], barrier, place, pred=pred)
+
+
+@gluon.jit
+def _groups_of(values, step, rows, TOTAL, GROUPS, SPAN: gl.constexpr, PAIRS: gl.constexpr):
+    """Values of rows of the groups of a step's blocks."""
+    first = step * (2 * PAIRS)
+    found = (gl.load(values + (gl.minimum(first // SPAN, GROUPS - 1) * TOTAL + rows)),)
+    for block in gl.static_range(1, 2 * PAIRS):
+        group = gl.minimum((first + block) // SPAN, GROUPS - 1)
+        found += (gl.load(values + (group * TOTAL + rows)),)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def _add_products(
+    acc, words, zeros, scales, values, ZERO_BITS: gl.constexpr, ASM: gl.constexpr,
+    OPERANDS: gl.constexpr,
+):  # fmt: skip
+    """Add the products of a block's codes ``[rows, 32]`` and ``values [128, BLOCK_M]``, scaled."""
+    ROWS: gl.constexpr = words.shape[0]
+    ACC: gl.constexpr = acc.type.layout
+    WORDS: gl.constexpr = words.type.layout
+    ELEMENT: gl.constexpr = values.dtype
+    given = (words,)
+    if zeros is not None:
+        # A unit is the last bit of these numbers' fractions.
+        added = gl.convert_layout(zeros.to(gl.int16) + ZERO_BITS, gl.SliceLayout(1, WORDS))
+        added, _same = gl.broadcast(gl.expand_dims(added, 1), words)
+        given = (words, added, added, added, added)  # type: ignore[assignment]
+    if ELEMENT.is_bf16():
+        p0, p1, p2, p3 = gl.inline_asm_elementwise(
+            ASM, OPERANDS, given, (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        p0, p1, p2, p3 = gl.inline_asm_elementwise(
+            ASM, OPERANDS, given, (gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True,
+            pack=2,
+        )  # fmt: skip
+    # The last dimension says which two, the one before which of them.
+    fours = gl.join(gl.join(p0, p1), gl.join(p2, p3))
+    numbers = fours.permute((0, 3, 2, 1)).reshape([ROWS, _COLS])
+    numbers = gl.convert_layout(numbers, gl.DotOperandLayout(0, ACC, 2))
+    products = gl.zeros([ROWS, acc.shape[1]], gl.float32, ACC)
+    products = warpgroup_mma(numbers, values, products, use_acc=False, is_async=True)
+    products = warpgroup_mma_wait(0, deps=(products,))
+    return acc + products * gl.expand_dims(scales.to(gl.float32), 1)
+
+
+@gluon.jit
+def _halves(words):
+    """The words of a step's two blocks."""
+    return words.reshape([words.shape[0], 2, 32]).permute((0, 2, 1)).split()
+
+
+@gluon.constexpr_function
+def _out_layout(rows, cols, warps, halves):
+    """Where threads have results ``[rows, cols]``: neighbours in neighbouring columns.
+
+    With ``halves`` a thread that has a column of the left half has that of the right one too.
+    """
+    each = 4 if rows * cols >= 128 * warps else 2
+    lanes = min(32, cols // each // (2 if halves else 1))
+    return gl.BlockedLayout([1, each], [32 // lanes, lanes], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def _output(tile, in_tile, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """The output that a column of a tile is; of heads, the left half rotates with the right one."""
+    col = tile * BLOCK_N
+    if HEAD_DIM:
+        HALF: gl.constexpr = BLOCK_N // 2
+        first = col // HEAD_DIM * HEAD_DIM + col % HEAD_DIM // 2
+        output = first + in_tile % HALF + in_tile // HALF * (HEAD_DIM // 2)
+    else:
+        output = col + in_tile
+    return output
+
+
+@gluon.jit
+def _rounded(x, like):
+    """``x`` rounded to the type of what ``like`` points to, in float32."""
+    return x.to(like.dtype.element_ty).to(gl.float32)
+
+
+@gluon.jit
+def _activate(epilogue, total, up, rows, row_mask, cols, N):
+    """As :class:`Activated`."""
+    if epilogue.ACTIVATION is not None:
+        total = activated(_rounded(total, epilogue.out), epilogue.ACTIVATION)
+    if epilogue.GATED:
+        total *= _rounded(up, epilogue.out)
+    offsets = gl.expand_dims(rows.to(gl.int64), 1) * N + gl.expand_dims(cols, 0)
+    mask = gl.expand_dims(row_mask, 1) & gl.expand_dims(cols < N, 0)
+    gl.store(epilogue.out + offsets, total.to(epilogue.out.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _add_and_weigh(epilogue, tile, tiles, total, rows, row_mask, cols, N):
+    """As :class:`Added`."""
+    ELEMENT: gl.constexpr = epilogue.out.dtype.element_ty
+    offsets = gl.expand_dims(rows.to(gl.int64), 1) * N + gl.expand_dims(cols, 0)
+    mask = gl.expand_dims(row_mask, 1) & gl.expand_dims(cols < N, 0)
+    residual = gl.load(epilogue.residual + offsets, mask=mask, other=0.0).to(gl.float32)
+    total = (_rounded(total, epilogue.out) + residual).to(ELEMENT)
+    gl.store(epilogue.total + offsets, total, mask=mask)
+    total = gl.where(mask, total.to(gl.float32), 0.0)
+    squares = gl.sum(total * total, axis=1)
+    gl.store(epilogue.squares + rows.to(gl.int64) * tiles + tile, squares, mask=row_mask)
+    weight = gl.load(epilogue.norm_weight + cols, mask=cols < N, other=0.0).to(gl.float32)
+    if epilogue.OFFSET != 0:
+        weight += epilogue.OFFSET
+    gl.store(epilogue.out + offsets, (total * gl.expand_dims(weight, 0)).to(ELEMENT), mask=mask)
+
+
+@gluon.jit
+def _store_pairs(ptrs, dims, a, b, mask, HALF: gl.constexpr):
+    gl.store(ptrs + dims, a, mask=mask)
+    gl.store(ptrs + dims + HALF, b, mask=mask)
+
+
+@gluon.jit
+def _store_in_cache(cache, strides, head, slots, dims, a, b, mask, SIZE, HALF: gl.constexpr):
+    """Store pairs of a head in its cache, of blocks of SIZE; not where slots are negative."""
+    block_stride, slot_stride, head_stride = strides
+    ptrs = cache + (slots // SIZE * block_stride + slots % SIZE * slot_stride + head * head_stride)
+    stored = mask & gl.expand_dims(slots >= 0, 1)
+    _store_pairs(gl.expand_dims(ptrs, 1), dims, a, b, stored, HALF)
+
+
+@gluon.jit
+def _rotate_and_store(epilogue, col, total, first_row, num_rows):
+    """As :class:`Stored`, of a tile that is a head or a part of one, without a norm or codes."""
+    ELEMENT: gl.constexpr = epilogue.out.dtype.element_ty
+    D: gl.constexpr = epilogue.HEAD_DIM
+    HALF: gl.constexpr = D // 2
+    ROWS: gl.constexpr = total.shape[0]
+    PAIRS: gl.constexpr = total.shape[1] // 2
+    OUT: gl.constexpr = _out_layout(ROWS, PAIRS, gl.num_warps(), False)
+    pairs = total.reshape([ROWS, 2, PAIRS]).permute((0, 2, 1)).split()
+    a = gl.convert_layout(_rounded(pairs[0], epilogue.out), OUT)
+    b = gl.convert_layout(_rounded(pairs[1], epilogue.out), OUT)
+    rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, OUT)).to(gl.int64)
+    row_mask = rows < num_rows
+    dims = col % D // 2 + gl.arange(0, PAIRS, gl.SliceLayout(0, OUT))
+    head = col // D
+    mask = gl.expand_dims(row_mask, 1) & gl.expand_dims(dims < HALF, 0)
+    dims = gl.expand_dims(dims, 0)
+    if epilogue.cos is not None:  # noqa: SIM102
+        # Only the outer one is known to the compiler.
+        if head < epilogue.NUM_HEADS + epilogue.NUM_KV_HEADS:
+            places = gl.expand_dims(rows, 1) * HALF + dims
+            cos = gl.load(epilogue.cos + places, mask=mask, other=0.0)
+            sin = gl.load(epilogue.sin + places, mask=mask, other=0.0)
+            # As engine_core.kernels.rotary.triton.rotated.
+            turned = gl.fma(a, cos, -(b * sin))
+            b = gl.fma(b, cos, a * sin)
+            a = turned
+    a = a.to(ELEMENT)
+    b = b.to(ELEMENT)
+    if head < epilogue.NUM_HEADS:
+        out = epilogue.out + gl.expand_dims(rows, 1) * (epilogue.NUM_HEADS * D) + head * D
+        _store_pairs(out, dims, a, b, mask, HALF)
+    else:
+        slots = gl.load(epilogue.slots + rows, mask=row_mask, other=-1)
+        kv_head = head - epilogue.NUM_HEADS
+        if kv_head < epilogue.NUM_KV_HEADS:
+            _store_in_cache(
+                epilogue.k_cache, epilogue.k_strides, kv_head, slots, dims, a, b, mask,
+                epilogue.BLOCK_SIZE, HALF,
+            )  # fmt: skip
+        else:
+            _store_in_cache(
+                epilogue.v_cache, epilogue.v_strides, kv_head - epilogue.NUM_KV_HEADS, slots, dims,
+                a, b, mask, epilogue.BLOCK_SIZE, HALF,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _finish(
+    epilogue, total, up, bias_ptr, squares_ptr, eps, first_row, num_rows, N, K, KIND: gl.constexpr,
+    SQUARES: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """What the epilogue does, of products ``[BLOCK_M, BLOCK_N]``."""
+    OUT: gl.constexpr = total.type.layout
+    BLOCK_N: gl.constexpr = total.shape[1]
+    tile = gl.program_id(0)
+    rows = first_row + gl.arange(0, total.shape[0], gl.SliceLayout(1, OUT))
+    in_tile = gl.arange(0, BLOCK_N, gl.SliceLayout(0, OUT))
+    cols = _output(tile, in_tile, BLOCK_N, HEAD_DIM)
+    row_mask = rows < num_rows
+    if SQUARES:
+        PARTS: gl.constexpr = triton.next_power_of_2(SQUARES)
+        parts = gl.arange(0, PARTS, gl.SliceLayout(0, OUT))
+        places = gl.expand_dims(rows.to(gl.int64), 1) * SQUARES + gl.expand_dims(parts, 0)
+        inside = gl.expand_dims(row_mask, 1) & gl.expand_dims(parts < SQUARES, 0)
+        squares = gl.sum(gl.load(squares_ptr + places, mask=inside, other=0.0), axis=1)
+        inverse = gl.expand_dims(1.0 / gl.sqrt(squares / K + eps), 1)
+        total *= inverse
+        if epilogue.GATED:
+            up *= inverse
+    if bias_ptr is not None:
+        bias = gl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(gl.float32)
+        total += gl.expand_dims(bias, 0)
+        if epilogue.GATED:
+            bias = gl.load(bias_ptr + N + cols, mask=cols < N, other=0.0).to(gl.float32)
+            up += gl.expand_dims(bias, 0)
+    if KIND == "stored":
+        _rotate_and_store(epilogue, tile * BLOCK_N, total, first_row, num_rows)
+    elif KIND == "added":
+        _add_and_weigh(epilogue, tile, gl.num_programs(0), total, rows, row_mask, cols, N)
+    else:
+        _activate(epilogue, total, up, rows, row_mask, cols, N)
+
+
+@gluon.jit
+def _partial_offsets(
+    tile, first_row, num_rows, N, ROWS: gl.constexpr, COLS: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """From the start of a split's results, by the order of tiles, and whether they are inside."""
+    rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    cols = tile * COLS + gl.arange(0, COLS, gl.SliceLayout(0, LAYOUT))
+    mask = gl.expand_dims(rows < num_rows, 1) & gl.expand_dims(cols < N, 0)
+    return gl.expand_dims(rows, 1) * N + gl.expand_dims(cols, 0), mask
+
+
+@gluon.jit
+def _sum_splits(
+    partial_ptr, tile, first_row, num_rows, N, size, SPLITS: gl.constexpr, ROWS: gl.constexpr,
+    COLS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The splits' results, always added in the same order."""
+    offsets, mask = _partial_offsets(tile, first_row, num_rows, N, ROWS, COLS, LAYOUT)
+    ptrs = partial_ptr + offsets
+    acc = gl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+    for split in gl.static_range(1, SPLITS):
+        acc += gl.load(ptrs + split * size, mask=mask, other=0.0, cache_modifier=".cg")
+    return acc
+
+
+@gluon.jit(do_not_specialize=["num_rows", "K", "GROUPS"])
+def _linear_kernel(
+    codes_desc,
+    x_desc,
+    scales_ptr,
+    zeros_ptr,
+    epilogue,
+    bias_ptr,
+    squares_ptr,
+    partial_ptr,
+    arrivals_ptr,
+    eps,
+    num_rows,
+    N,
+    K,
+    GROUPS,
+    ASM: gl.constexpr,
+    OPERANDS: gl.constexpr,
+    ZERO_BITS: gl.constexpr,
+    SPAN: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    SPLITS: gl.constexpr,
+    STAGES: gl.constexpr,
+    PAIRS: gl.constexpr,
+    KIND: gl.constexpr,
+    SQUARES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """BLOCK_N columns of BLOCK_M rows, over one of SPLITS runs of K, which is a whole of steps.
+
+    A step is PAIRS of blocks of 128 columns. KIND is that of the epilogue: "activated", "added" or
+    "stored". All else is as of :func:`engine_core.kernels.linear.triton._linear_kernel`.
+    """
+    if not epilogue.LATE:
+        launch_dependents(PDL)
+    GATED: gl.constexpr = epilogue.GATED
+    HEAD_DIM: gl.constexpr = epilogue.HEAD_DIM if KIND == "stored" else 0
+    # Rows of a tile that are not neighbours in the weight come in two boxes.
+    BOXES: gl.constexpr = 2 if GATED or HEAD_DIM else 1
+    ELEMENT: gl.constexpr = x_desc.dtype
+    WARPS: gl.constexpr = gl.num_warps()
+    PARTS: gl.constexpr = 2 if GATED else 1
+    BYTES: gl.constexpr = PAIRS * (PARTS * BLOCK_N * 128 + 2 * BLOCK_M * _COLS * 2)
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    WORDS: gl.constexpr = _words_layout(BLOCK_N, WARPS)
+    tile, split, block = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    first_row = block * BLOCK_M
+    steps = gl.cdiv(K, _COLS * 2 * PAIRS)
+    low = split * gl.cdiv(steps, SPLITS)
+    high = gl.minimum(low + gl.cdiv(steps, SPLITS), steps)
+
+    codes = gl.allocate_shared_memory(
+        gl.int16, [STAGES * PAIRS * PARTS, BLOCK_N, _WORDS], codes_desc.layout
+    )
+    boxes = codes
+    if HEAD_DIM:
+        boxes = reinterpret(
+            codes, gl.int16, [STAGES * PAIRS * 2, BLOCK_N // 2, _WORDS], codes_desc.layout
+        )
+    x = gl.allocate_shared_memory(ELEMENT, [STAGES * PAIRS * 2, BLOCK_M, _COLS], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+    fence_async_shared()
+    sync_threads()
+    col = _output(tile, 0, BLOCK_N, HEAD_DIM)
+    apart = HEAD_DIM // 2 if HEAD_DIM else N
+    # The weight is older than all kernels: its first tiles do not wait for x.
+    for stage in gl.static_range(STAGES):
+        there = low + stage < high
+        mbarrier.expect(full.index(stage), BYTES, pred=there)
+        _load_codes(
+            codes_desc, boxes, full.index(stage), stage, col, apart, low + stage, BOXES, PAIRS,
+            there,
+        )  # fmt: skip
+    # Rows beyond the last one read it once more.
+    outs = _output(tile, gl.arange(0, BLOCK_N, gl.SliceLayout(1, ACC)), BLOCK_N, HEAD_DIM)
+    rows = gl.minimum(outs, N - 1)
+    word_rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, WORDS))
+    word_rows = gl.minimum(_output(tile, word_rows, BLOCK_N, HEAD_DIM), N - 1)
+    scales = _groups_of(scales_ptr, low, rows, N * PARTS, GROUPS, SPAN, PAIRS)
+    zeros = scales
+    up_scales = scales
+    if zeros_ptr is not None:
+        zeros = _groups_of(zeros_ptr, low, word_rows, N * PARTS, GROUPS, SPAN, PAIRS)
+    up_zeros = zeros
+    if GATED:
+        up_scales = _groups_of(scales_ptr, low, rows + N, N * PARTS, GROUPS, SPAN, PAIRS)
+        if zeros_ptr is not None:
+            up_zeros = _groups_of(zeros_ptr, low, word_rows + N, N * PARTS, GROUPS, SPAN, PAIRS)
+    wait(PDL)
+    for stage in gl.static_range(STAGES):
+        there = low + stage < high
+        _load_x(x_desc, x, full.index(stage), stage, first_row, low + stage, PAIRS, there)
+    acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
+    up = acc
+    stage = 0
+    phase = 0
+    for step in range(low, high):
+        barrier = full.index(stage)
+        # Those of the next step are asked for a step ahead.
+        next_scales = _groups_of(scales_ptr, step + 1, rows, N * PARTS, GROUPS, SPAN, PAIRS)
+        next_zeros = next_scales
+        next_up_scales = next_scales
+        if zeros_ptr is not None:
+            next_zeros = _groups_of(zeros_ptr, step + 1, word_rows, N * PARTS, GROUPS, SPAN, PAIRS)
+        next_up_zeros = next_zeros
+        if GATED:
+            next_up_scales = _groups_of(
+                scales_ptr, step + 1, rows + N, N * PARTS, GROUPS, SPAN, PAIRS
+            )
+            if zeros_ptr is not None:
+                next_up_zeros = _groups_of(
+                    zeros_ptr, step + 1, word_rows + N, N * PARTS, GROUPS, SPAN, PAIRS
+                )
+        mbarrier.wait(barrier, phase)
+        for pair in gl.static_range(PAIRS):
+            place = (stage * PAIRS + pair) * PARTS
+            words = _halves(codes.index(place).load(WORDS))
+            up_words = words
+            if GATED:
+                up_words = _halves(codes.index(place + 1).load(WORDS))
+            for half in gl.static_range(2):
+                values = x.index((stage * PAIRS + pair) * 2 + half).permute((1, 0))
+                zero = zeros[2 * pair + half] if zeros_ptr is not None else None
+                acc = _add_products(
+                    acc, words[half], zero, scales[2 * pair + half], values, ZERO_BITS, ASM,
+                    OPERANDS,
+                )  # fmt: skip
+                if GATED:
+                    zero = up_zeros[2 * pair + half] if zeros_ptr is not None else None
+                    up = _add_products(
+                        up, up_words[half], zero, up_scales[2 * pair + half], values, ZERO_BITS,
+                        ASM, OPERANDS,
+                    )  # fmt: skip
+        scales, zeros = next_scales, next_zeros
+        up_scales, up_zeros = next_up_scales, next_up_zeros
+        sync_threads()
+        more = step + STAGES < high
+        mbarrier.expect(barrier, BYTES, pred=more)
+        _load_codes(
+            codes_desc, boxes, barrier, stage, col, apart, step + STAGES, BOXES, PAIRS, more
+        )
+        _load_x(x_desc, x, barrier, stage, first_row, step + STAGES, PAIRS, more)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+
+    if epilogue.LATE:
+        launch_dependents(PDL)
+    OUT: gl.constexpr = _out_layout(BLOCK_M, BLOCK_N, WARPS, HEAD_DIM > 0)
+    acc = acc.permute((1, 0))
+    up = up.permute((1, 0))
+    if SPLITS == 1:
+        _finish(
+            epilogue, gl.convert_layout(acc, OUT), gl.convert_layout(up, OUT), bias_ptr,
+            squares_ptr, eps, first_row, num_rows, N, K, KIND, SQUARES, HEAD_DIM,
+        )  # fmt: skip
+    else:
+        part = num_rows * N
+        size = part * PARTS
+        PRODUCTS: gl.constexpr = acc.type.layout
+        offsets, mask = _partial_offsets(tile, first_row, num_rows, N, BLOCK_M, BLOCK_N, PRODUCTS)
+        gl.store(partial_ptr + split * size + offsets, acc, mask=mask)
+        if GATED:
+            gl.store(partial_ptr + split * size + part + offsets, up, mask=mask)
+        arrivals_ptr += block * gl.num_programs(0) + tile
+        sync_threads()
+        if gl.atomic_add(arrivals_ptr, 1, sem="acq_rel") == SPLITS - 1:
+            gl.store(arrivals_ptr, 0)
+            total = _sum_splits(
+                partial_ptr, tile, first_row, num_rows, N, size, SPLITS, BLOCK_M, BLOCK_N, OUT
+            )
+            total_up = total
+            if GATED:
+                total_up = _sum_splits(
+                    partial_ptr + part, tile, first_row, num_rows, N, size, SPLITS, BLOCK_M,
+                    BLOCK_N, OUT,
+                )  # fmt: skip
+            _finish(
+                epilogue, total, total_up, bias_ptr, squares_ptr, eps, first_row, num_rows, N, K,
+                KIND, SQUARES, HEAD_DIM,
+            )  # fmt: skip
+
+
+def fits(x: Tensor, weight: GroupWeight) -> bool:
+    """Whether :func:`linear` takes tensors of these shapes and places."""
+    rows, stride = x.reshape(-1, x.shape[-1]), weight.words.stride(0)
+    return (
+        x.dtype in (torch.bfloat16, torch.float16)
+        and weight.dtype == x.dtype
+        and weight.bits == 4
+        and weight.group_size % BLOCK == 0
+        and weight.words.shape[2] == _WORDS.value // 2
+        and weight.minima is None
+        and weight.headers is None
+        and weight.words.data_ptr() % 16 == 0
+        and weight.words.is_contiguous()
+        and stride % 8 == 0
+        and rows.data_ptr() % 16 == 0
+        and rows.stride(0) % 8 == 0
+        and rows.stride(1) == 1
+    )
+
+
+def is_trusted(like: Tensor, weight: GroupWeight, tile: Tile, ending: str) -> bool:
+    """Whether :func:`linear` may be used for such rows; it may be tried for that.
+
+    ``ending`` is what follows the products: "activated", "gated", "added" or "stored".
+    """
+    block_m = _block_m(tile, like.numel() // like.shape[-1])
+    form = (like.dtype, weight.scales.dtype, weight.zeros is None, weight.group_size)
+    kind = (*form, tile, block_m, ending)
+    return _FAMILY.allows(like.device, kind, lambda: _trial(like, weight, tile, block_m, ending))
+
+
+def _trial(like: Tensor, of: GroupWeight, tile: Tile, block_m: int, ending: str) -> Trial:
+    """A block of rows, three of which are not there, by a weight of such a form."""
+    draw = torch.Generator(like.device).manual_seed(0)
+    rows, n = block_m - 3, 8 * tile.block_n
+    k = max(2, tile.splits) * max(tile.block_k, of.group_size)
+    groups = k // of.group_size if of.group_size else 1
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, device=like.device).to(like.dtype)
+
+    def codes(*shape: int) -> Tensor:
+        return torch.randint(16, shape, generator=draw, device=like.device, dtype=torch.uint8)
+
+    def spread(values: Tensor) -> Tensor:
+        return values.float().repeat_interleave(k // groups, 1)
+
+    given, zeros = codes(n, k), codes(n, groups)
+    scales = ((normal(n, groups).float() / 8 + 1) / (16 * k**0.5)).to(of.scales.dtype)
+    weight = GroupWeight.of_codes(given, scales, 4, like.dtype, centred=of.centred)
+    numbers = given.float() - of.middle
+    if of.zeros is not None:
+        held = zeros.view(torch.int8).T.reshape(weight.scales.shape).contiguous()
+        weight, numbers = replace(weight, zeros=held), given.float() - spread(zeros)
+    x, residual, norm_weight = normal(rows, k), normal(rows, n) / 2, normal(n) / 2
+    product = x.float() @ (numbers * spread(scales)).T
+    if ending == "stored":
+        return _trial_of_heads(x, weight, product, tile)
+    if ending == "added":
+        total = product + residual.float()
+        squares = total.square().mean(1, keepdim=True)
+        expected = torch.cat((total * norm_weight.float(), total, squares), 1)
+    elif ending == "gated":
+        gate, up = product.chunk(2, -1)
+        expected = torch.nn.functional.silu(gate) * up
+    else:
+        expected = product
+
+    def run() -> Tensor:
+        if ending != "added":
+            return linear(x, weight, Activated.of(x, n, ending == "gated"), tile)
+        added = Added.of(residual, norm_weight, tile)
+        out = linear(x, weight, added, tile)
+        squares = added.squares.sum(1, keepdim=True) / n
+        return torch.cat((out, added.total, squares.to(out.dtype)), 1)
+
+    return Trial(run, expected)
+
+
+def _trial_of_heads(x: Tensor, weight: GroupWeight, product: Tensor, tile: Tile) -> Trial:
+    """Two heads of queries and one of keys and values, of two tiles each."""
+    rows, dim = len(x), 2 * tile.block_n
+    angles = torch.arange(rows * dim // 2, device=x.device).view(rows, 1, -1) / 7
+    a, b = product.view(rows, 4, 2, -1)[:, :3].unbind(2)
+    turned = (a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin())
+    expected = torch.cat((torch.cat(turned, -1).flatten(1), product[:, 3 * dim :]), 1)
+
+    def run() -> Tensor:
+        caches = x.new_zeros(2, rows, 1, 1, dim)
+        slots = torch.arange(rows, device=x.device).flip(0)
+        cos, sin = angles.cos().flatten(1), angles.sin().flatten(1)
+        stored = Stored.of(4 * dim, cos, sin, caches[0], caches[1], slots, False)
+        q = linear(x, weight, stored, tile)
+        return torch.cat((q.flatten(1), *(cache.flip(0).view(rows, -1) for cache in caches)), 1)
+
+    return Trial(run, expected)
+
+
+def _block_m(tile: Tile, rows: int) -> int:
+    block_m: int = triton.next_power_of_2(rows)
+    return min(tile.most_rows, max(tile.least_rows, block_m))
+
+
+@functools.cache
+def _decoding(element: str, zero: float | None) -> tuple[str, str, int]:
+    """The instructions, their operands, and the bits of what zeros are taken from."""
+    offset = torch.tensor(-offset_of(element, 4)).to(getattr(torch, element))
+    return *instructions(element, 4, zero), int(offset.view(torch.int16))
+
+
+def linear(
+    x: Tensor | DeferredRMSNorm,
+    weight: GroupWeight,
+    epilogue: Any,
+    tile: Tile,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """As :func:`engine_core.kernels.linear.triton.linear`, by a weight of 4 bits.
+
+    What :func:`fits` asks of x and the weight holds, and there are rows. Nothing that is still
+    running writes the weight: it is read before the kernels before are waited for.
+    """
+    values, squares, eps = taken_apart(x)
+    rows = values.reshape(-1, values.shape[-1])
+    num_rows, k = rows.shape
+    gated = epilogue.GATED.value
+    n = weight.shape[0] // 2 if gated else weight.shape[0]
+    block_m = _block_m(tile, num_rows)
+    blocks, tiles = triton.cdiv(num_rows, block_m), triton.cdiv(n, tile.block_n)
+    partial = arrivals = None
+    if tile.splits > 1:
+        shape = (tile.splits, 2 if gated else 1, num_rows, n)
+        partial = torch.empty(shape, dtype=torch.float32, device=rows.device)
+        arrivals = arrival_counts(rows.device, tiles * blocks)
+    element = str(weight.dtype).removeprefix("torch.")
+    asm, operands, zero_bits = _decoding(
+        element, float(weight.middle) if weight.zeros is None else None
+    )
+    kind = "activated"
+    box = tile.block_n
+    if isinstance(epilogue, Stored):
+        kind, box = "stored", box // 2
+    elif isinstance(epilogue, Added):
+        kind = "added"
+    swizzle = gl.NVMMASharedLayout(128, 16, rank=2)
+    words = weight.words.view(weight.shape[0], -1)
+    _linear_kernel[(tiles, tile.splits, blocks)](
+        TensorDescriptor.from_tensor(words, [box, _WORDS.value], swizzle),
+        TensorDescriptor.from_tensor(rows, [block_m, _COLS.value], swizzle),
+        weight.scales,
+        weight.zeros,
+        epilogue,
+        bias,
+        squares,
+        partial,
+        arrivals,
+        eps,
+        num_rows,
+        n,
+        k,
+        weight.scales.shape[0] if weight.group_size else 1,
+        ASM=asm,
+        OPERANDS=operands,
+        ZERO_BITS=zero_bits,
+        SPAN=weight.group_size // BLOCK or 1 << 30,
+        BLOCK_M=block_m,
+        BLOCK_N=tile.block_n,
+        SPLITS=tile.splits,
+        STAGES=tile.num_stages,
+        PAIRS=tile.block_k // (2 * BLOCK),
+        KIND=kind,
+        SQUARES=0 if squares is None else squares.shape[1],
+        num_warps=tile.num_warps,
+        maxnreg=tile.max_registers or None,
+        **pdl_options(rows.device),
+    )
+    out: Tensor = epilogue.out
+    return out

@@ -1,0 +1,226 @@
+"""Linears by 4-bit codes in Hopper's own kernel: every end of it, and where it is used."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import TOLERANCE, by_complex_numbers, check_replays, error, stored
+from test_linear_groups import Kind, made
+from torch import Tensor
+
+from engine_core.kernels import DeferredRMSNorm, GroupWeight, linear
+from engine_core.kernels.gpu import GPU
+from engine_core.kernels.linear import linear_add, linear_rotary_store
+from engine_core.kernels.linear.tiles import CODES_BLOCK_N, Tile, choose_codes_tile
+
+HOPPER, ADA, BLACKWELL = (GPU.of_capability(each) for each in ((9, 0), (8, 9), (10, 0)))
+# Kinds, rows, splits and types of numbers: each compiles kernels of its own. The last step may be
+# of half a block, or a split have none.
+CASES = [
+    (Kind(4, 128, True, 1024), 1, 4, torch.bfloat16),
+    (Kind(4, 128, False, 1152, torch.bfloat16), 32, 1, torch.float16),
+    (Kind(4, 256, True, 1536, torch.float32), 70, 4, torch.bfloat16),
+    (Kind(4, 0, True, 272), 11, 1, torch.bfloat16),
+]
+of_all_cases = pytest.mark.parametrize(("kind", "rows", "splits", "dtype"), CASES, ids=str)
+on_hopper = pytest.mark.usefixtures("on_hopper")
+
+
+def tile_of(splits: int) -> Tile:
+    sizes = (CODES_BLOCK_N, 256, splits, "codes", 4, 2)
+    return Tile(*sizes, least_rows=8, most_rows=64)
+
+
+class Case:
+    """Rows by a weight of N rows, which need not end at a tile, and their products in float64."""
+
+    def __init__(self, kind: Kind, rows: int, n: int, dtype: torch.dtype) -> None:
+        self.hopper: Any = importlib.import_module(
+            "engine_core.kernels.linear.groups.hopper.triton"
+        )
+        self.kernels: Any = importlib.import_module("engine_core.kernels.linear.triton")
+        self.n, self.rows, self.dtype = n, rows, dtype
+        self.weight, self.numbers = made(kind, n, dtype, "cuda")
+        self.x, self.bias = self.randn(rows, kind.k), self.randn(n)
+        self.product = self.x.double() @ self.numbers.T + self.bias.double()
+        assert self.hopper.fits(self.x, self.weight)
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda").to(self.dtype)
+
+    def check(self, got: Tensor, expected: Tensor, times: float = 1.0) -> None:
+        assert error(got, expected) < times * TOLERANCE[self.dtype]
+
+
+@pytest.mark.gpu
+@on_hopper
+@of_all_cases
+def test_products_and_what_activates_them(
+    kind: Kind, rows: int, splits: int, dtype: torch.dtype
+) -> None:
+    case, tile = Case(kind, rows, 1056, dtype), tile_of(splits)
+
+    def run(x: Any, gated: bool, name: str | None) -> Tensor:
+        epilogues = [case.kernels.Activated.of(case.x, case.n, gated, name) for _ in range(2)]
+        outs = [case.hopper.linear(x, case.weight, e, tile, case.bias) for e in epilogues]
+        assert torch.equal(*outs)
+        out: Tensor = outs[0]
+        return out
+
+    gate, up = case.product.chunk(2, -1)
+    case.check(run(case.x, False, None), case.product)
+    case.check(run(case.x, True, None), gate * torch.sigmoid(gate) * up, 2)
+    gelu = torch.nn.functional.gelu(case.product)
+    case.check(run(case.x, False, "gelu"), gelu)
+    squares = torch.rand(rows, 3, device="cuda") + 0.5
+    mean = squares.double().sum(-1, keepdim=True) / kind.k
+    divided = (case.product - case.bias.double()) / (mean + 1e-5).sqrt() + case.bias.double()
+    case.check(run(DeferredRMSNorm(case.x, squares, 1e-5), False, None), divided)
+
+
+@pytest.mark.gpu
+@on_hopper
+@of_all_cases
+def test_the_residual_and_the_norm(kind: Kind, rows: int, splits: int, dtype: torch.dtype) -> None:
+    case, tile = Case(kind, rows, 1056, dtype), tile_of(splits)
+    residual, norm_weight = case.randn(rows, case.n), case.randn(case.n)
+    added = case.kernels.Added.of(residual, norm_weight, tile, 1.0)
+    got = case.hopper.linear(case.x, case.weight, added, tile, case.bias)
+    total = case.product + residual.double()
+    case.check(added.total, total)
+    case.check(got, total * (norm_weight.double() + 1), 2)
+    case.check(added.squares.sum(1) / case.n, total.square().mean(1))
+
+
+@pytest.mark.gpu
+@on_hopper
+@of_all_cases
+def test_heads_are_rotated_and_stored(
+    kind: Kind, rows: int, splits: int, dtype: torch.dtype
+) -> None:
+    heads, kv_heads, rotates = 3, 2, rows != 32
+    head_dim = {1: 128, 11: 64, 32: 128, 70: 256}[rows]
+    case, tile = Case(kind, rows, 7 * head_dim, dtype), tile_of(splits)
+    angles = 6 * torch.rand(1, rows, head_dim // 2, dtype=torch.float64, device="cuda")
+    turns = (angles[0].cos().float(), angles[0].sin().float()) if rotates else (None, None)
+    if not rotates:
+        angles.zero_()
+    slots = torch.randperm(4 * rows, device="cuda")[:rows]
+    slots[1::3] = -1
+    # Blocks have the heads of both, so that they are further apart than a cache is large.
+    whole = torch.full((rows, 4, 2, kv_heads, head_dim), torch.nan, device="cuda", dtype=dtype)
+    caches = whole.unbind(2)
+    epilogue = case.kernels.Stored.of(case.n, *turns, *caches, slots, False)
+    got = case.hopper.linear(case.x, case.weight, epilogue, tile, case.bias)
+    parts = case.product.view(rows, -1, head_dim).split((heads, kv_heads, kv_heads), 1)
+    case.check(got, by_complex_numbers(parts[0], angles, False), 2)
+    keys = by_complex_numbers(parts[1], angles, False)
+    case.check(stored(caches[0], slots), keys[slots >= 0], 2)
+    case.check(stored(caches[1], slots), parts[2][slots >= 0])
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_the_engines_linears_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the rule says so and its tensors fit; else the portable kernel's tiles are taken."""
+    case = Case(Kind(4, 128, True, 2048), 5, 4096, torch.bfloat16)
+    seen, launched = [], case.hopper.linear
+
+    def spy(x: Any, weight: GroupWeight, epilogue: Any, *more: Any) -> Tensor:
+        seen.append(type(epilogue).__name__)
+        out: Tensor = launched(x, weight, epilogue, *more)
+        return out
+
+    monkeypatch.setattr(case.hopper, "linear", spy)
+    gate, up = case.product.chunk(2, -1)
+    case.check(linear(case.x, case.weight, case.bias), case.product)
+    got = linear(case.x, case.weight, case.bias, gated=True)
+    case.check(got, gate * torch.sigmoid(gate) * up, 2)
+    residual, norm_weight = case.randn(5, 4096), case.randn(4096)
+    given = (case.x, case.weight, case.bias)
+    normed, total = linear_add(*given, residual, norm_weight, 1e-5)
+    case.check(total, case.product + residual.double())
+    case.check(normed.values, (case.product + residual.double()) * norm_weight.double(), 2)
+    angles = 6 * torch.rand(1, 5, 64, dtype=torch.float64, device="cuda")
+    turns = (angles[0].cos().float(), angles[0].sin().float())
+    k_cache, v_cache = torch.zeros(2, 1, 8, 4, 128, device="cuda", dtype=torch.bfloat16)
+    slots = torch.arange(5, device="cuda")
+
+    def rotate(**options: Any) -> None:
+        q = linear_rotary_store(*given, *turns, k_cache, v_cache, slots, **options)
+        heads = case.product.view(5, 32, 128)[:, :24]
+        turned = by_complex_numbers(heads, angles, options.get("interleaved", False))
+        case.check(q, turned, 2)
+
+    rotate()
+    taken = ["Activated", "Activated", "Added", "Stored"]
+    assert seen == taken
+    rotate(interleaved=True)
+    shifted = case.randn(5, 2056)[:, 4:2052]
+    linear(shifted, case.weight)
+    linear(case.x, case.weight, deterministic=True)
+    assert seen == taken
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_it_waits_for_what_it_reads() -> None:
+    """In a graph it begins before the kernel ahead has ended, which lets it at once."""
+    kind = Kind(4, 128, True, 2048)
+    down, up = (Case(kind, 16, n, torch.bfloat16) for n in (2048, 4096))
+    norm_weight = (torch.rand(2048, device="cuda") + 0.5).bfloat16()
+
+    def chain() -> list[Tensor]:
+        x, residual, results = down.x, down.x.clone(), []
+        for _ in range(6):
+            normed, residual = linear_add(x, down.weight, None, residual, norm_weight, 1e-5)
+            x = linear(normed, up.weight, gated=True)
+            results += [normed.values, residual, x]
+        return results
+
+    check_replays(chain, chain())
+
+
+@pytest.fixture
+def hopper() -> ModuleType:
+    pytest.importorskip("triton", reason="triton is not installed")
+    return importlib.import_module("engine_core.kernels.linear.groups.hopper.triton")
+
+
+def test_what_it_does_not_fit(hopper: ModuleType, launch_device: str) -> None:
+    del launch_device  # where Triton may be imported
+    x = torch.zeros(3, 512, dtype=torch.bfloat16)
+
+    def fits(kind: Kind, x: Tensor = x, dtype: torch.dtype = torch.bfloat16) -> bool:
+        answer: bool = hopper.fits(x, made(kind._replace(k=512), 64, dtype, "cpu")[0])
+        return answer
+
+    plain = Kind(4, 128, True, 512)
+    assert fits(plain)
+    assert fits(Kind(4, 0, True, 512))
+    assert fits(plain, torch.zeros(3, 1024, dtype=torch.bfloat16)[:, 512:])
+    assert not fits(Kind(4, 64, True, 512))
+    assert not fits(Kind(8, 128, True, 512))
+    assert not fits(plain, x, torch.float16)
+    assert not fits(plain, torch.zeros(3, 514, dtype=torch.bfloat16)[:, :512])
+    assert not fits(plain, torch.zeros(3, 528, dtype=torch.bfloat16)[:, 4:516])
+
+
+def test_where_it_was_seen_to_be_faster() -> None:
+    """The measurements are in benchmarks/notes/quantisation.md."""
+
+    def splits(n: int, k: int, gated: bool, gpu: GPU | None = HOPPER) -> list[int]:
+        tiles = (choose_codes_tile(rows, n, k, gated, gpu) for rows in (1, 16, 32, 64, 65))
+        return [0 if tile is None else tile.splits for tile in tiles]
+
+    assert splits(28672, 4096, True) == [2, 2, 1, 0, 0]
+    assert splits(4096, 14336, False) == [8, 8, 4, 4, 0]
+    assert splits(6144, 4096, False) == [4, 4, 4, 2, 0]
+    assert splits(4096, 4096, False) == [8, 8, 4, 4, 0]
+    assert splits(896, 4864, False) == splits(4096, 896, False) == [0] * 5
+    for gpu in (ADA, BLACKWELL, None):
+        assert splits(4096, 4096, False, gpu) == [0] * 5
