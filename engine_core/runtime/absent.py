@@ -103,7 +103,8 @@ def _apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = func._schema.name
     if name.endswith("_") and name not in _RESHAPING and isinstance(args[0], AbsentTensor):
         return args[0]  # for new numbers PyTorch's Python would import its compiler, for a second
-    kwargs.pop("generator", None)
+    if "generator" in kwargs:  # nothing is drawn, but some operations have one
+        kwargs["generator"] = None
     if func is torch.ops.aten._local_scalar_dense.default:
         raise RuntimeError("a number of a GPU that is not there was asked for")
     to_host = kwargs.get("device")

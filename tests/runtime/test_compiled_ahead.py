@@ -47,6 +47,16 @@ def alone(script: str, folder: Path, *arguments: str) -> subprocess.CompletedPro
     )
 
 
+def test_numbers_are_drawn_on_a_gpu_that_is_not_there() -> None:
+    """As the trials of kernels draw them, whose own launches are compiled ahead too."""
+    with absent_gpu(GPU.of_capability((9, 0)), 1 << 30):
+        draw = torch.Generator("cuda").manual_seed(0)
+        numbers = torch.randn((2, 3), generator=draw, device="cuda")
+        codes = torch.randint(16, (4,), generator=draw, device="cuda", dtype=torch.uint8)
+        assert numbers.is_cuda
+        assert (numbers.shape, codes.shape, codes.dtype) == ((2, 3), (4,), torch.uint8)
+
+
 def test_what_processes_compiled_is_found_by_launches(tmp_path: Path) -> None:
     """Of whatever tensors; those that begin elsewhere in memory have a kernel of their own."""
     done = alone("launched_ahead.py", tmp_path)
