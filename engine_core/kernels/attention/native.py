@@ -34,7 +34,6 @@ def decode_attention(call: Call) -> None:
     alibi_slopes, window = call.alibi_slopes, call.window
     longest = call.max_kv_len if window is None else min(call.max_kv_len, window)
     parts = threads(num_rows * longest * num_heads * head_dim, _LEAST)
-    capped = call.softcap is not None
     own_code = max(head_dim, v_head_dim) >= _OWN_CODE
     vectors = own_code and k_cache.dtype == q.dtype
     vectors = vectors and head_dim % LANES == 0 and v_head_dim % LANES == 0
@@ -43,8 +42,7 @@ def decode_attention(call: Call) -> None:
     # After what each thread needs, how many shared the work.
     stride = scratch_sizes(*sizes, together)[2]
     scratch = q.new_empty(parts * stride + 1, dtype=torch.float32)
-    known = sizes if own_code else (0, 0, 0)
-    special = (*known, alibi_slopes is not None, capped)
+    special = sizes if own_code else (0, 0, 0)
     k_scales, v_scales = call.k_scales, call.v_scales
     arguments = (
         q.data_ptr(),
@@ -69,7 +67,7 @@ def decode_attention(call: Call) -> None:
         0 if v_scales is None else v_scales.data_ptr(),
         0 if v_scales is None else v_scales.stride(0),
         call.scale,
-        call.softcap or 0.0,
+        torch.inf if call.softcap is None else call.softcap,
         *sizes,
         together,
     )
@@ -78,7 +76,7 @@ def decode_attention(call: Call) -> None:
     else:
         _ATTEND.run((q.dtype, k_cache.dtype, *special), parts, *arguments)
     if parts > 1:
-        _JOIN.run((q.dtype, *special), 1, *arguments)
+        _JOIN.run((q.dtype,), 1, *arguments)
 
 
 def scratch_sizes(

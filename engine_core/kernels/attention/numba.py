@@ -38,10 +38,9 @@ _scratch_inside = inline(scratch_sizes)
 
 
 def make_attend(
-    dtype: torch.dtype, kept: torch.dtype, heads: int, dims: int, v_dims: int, alibi: bool,
-    capped: bool,
-) -> Callable[..., None]:  # fmt: skip
-    """Each part's share of the tokens; ``alibi`` and ``capped`` say what logits have."""
+    dtype: torch.dtype, kept: torch.dtype, heads: int, dims: int, v_dims: int
+) -> Callable[..., None]:
+    """Each part's share of the tokens; sizes that are 0 are arguments."""
     stored, size = STORED[dtype], dtype.itemsize
     held_as, kept_size, scaled = STORED[kept], kept.itemsize, kept != dtype
 
@@ -52,6 +51,7 @@ def make_attend(
         num_rows, num_kv_heads, block_size, table_stride = args[8], args[9], args[10], args[11]
         window = args[12]
         scale, cap = float32(as_double(args[26])), float32(as_double(args[27]))
+        alibi, capped = args[6] != 0, cap < np.inf
         part = this_part()
         kv_lens = array(args[5], np.int32, num_rows)
         mine = args[7] + part * stride * 4
@@ -189,7 +189,7 @@ def make_attend(
 
 
 def make_vectors(
-    dtype: torch.dtype, group: int, head_dim: int, v_head_dim: int, alibi: bool, capped: bool
+    dtype: torch.dtype, group: int, head_dim: int, v_head_dim: int
 ) -> Callable[..., None]:
     """The same for caches of q's type and heads that are whole vectors.
 
@@ -207,6 +207,7 @@ def make_vectors(
         num_rows, num_kv_heads, block_size, table_stride = args[8], args[9], args[10], args[11]
         window = args[12]
         scale, cap = float32(as_double(args[26])), float32(as_double(args[27]))
+        alibi, capped = args[6] != 0, cap < np.inf
         k_stride, v_stride = args[17] * size, args[20] * size
         part = this_part()
         kv_lens = array(args[5], np.int32, num_rows)
@@ -345,15 +346,13 @@ def make_vectors(
     return body
 
 
-def make_join(
-    dtype: torch.dtype, heads: int, dims: int, v_dims: int, alibi: bool, capped: bool
-) -> Callable[..., None]:
-    """The pieces of a row that several parts had, joined."""
+def make_join(dtype: torch.dtype) -> Callable[..., None]:
+    """The pieces of a row that several parts had, joined, whatever the sizes."""
     stored, size = STORED[dtype], dtype.itemsize
 
     def body(arguments: Any) -> None:
         args = unpack(arguments)
-        group, head_dim, v_head_dim = heads or args[29], dims or args[30], v_dims or args[31]
+        group, head_dim, v_head_dim = args[29], args[30], args[31]
         private, piece, stride = _scratch_inside(group, head_dim, v_head_dim, args[32])
         num_rows, num_kv_heads, window = args[8], args[9], args[12]
         kv_lens = array(args[5], np.int32, num_rows)

@@ -36,7 +36,7 @@ def rotary_store(
     # A head of keys before it is encoded.
     scratch = None if k_scales is None else q.new_empty(parts, head_dim)
     _KERNEL.run(
-        (q.dtype, k_cache.dtype, interleaved, q_weight is not None, kv_scales is not None),
+        (q.dtype, k_cache.dtype, kv_scales is not None),
         parts,
         q.data_ptr(),
         k.data_ptr(),
@@ -66,9 +66,10 @@ def rotary_store(
         0 if k_scales is None else k_scales.stride(0),
         0 if v_scales is None else v_scales.data_ptr(),
         0 if v_scales is None else v_scales.stride(0),
+        int(interleaved),
         eps,
         *(kv_scales or (0.0, 0.0)),
     )
 
 
-_KERNEL = Kernel("engine_core.kernels.rotary_store.numba:make", "35q3d")
+_KERNEL = Kernel("engine_core.kernels.rotary_store.numba:make", "36q3d")

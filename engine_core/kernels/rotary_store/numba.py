@@ -27,10 +27,8 @@ from engine_core.kernels.compiled.numbers import (
 )
 
 
-def make(
-    dtype: torch.dtype, kept: torch.dtype, interleaved: bool, normalised: bool, given: bool
-) -> Callable[..., None]:
-    """The body for dtypes of activations and cache, and the kinds of rotation, norms and scales."""
+def make(dtype: torch.dtype, kept: torch.dtype, given: bool) -> Callable[..., None]:
+    """The body for dtypes of activations and cache, and the kind of scales."""
     stored, size = STORED[dtype], dtype.itemsize
     held_as, kept_size, scaled = STORED[kept], kept.itemsize, kept != dtype
     # A function that is chosen here would have another name on the disk in each process.
@@ -40,9 +38,9 @@ def make(
         args = unpack(arguments)
         tokens, num_heads, num_kv_heads = args[10], args[11], args[12]
         head_dim, v_head_dim, half, sections = args[13], args[14], args[15], args[16]
-        block_size = args[23]
-        eps = float32(as_double(args[35]))
-        k_scale, v_scale = float32(as_double(args[36])), float32(as_double(args[37]))
+        block_size, interleaved = args[23], args[35] != 0
+        eps = float32(as_double(args[36]))
+        k_scale, v_scale = float32(as_double(args[37])), float32(as_double(args[38]))
         part, parts = this_part(), all_parts()
         slots = array(args[7], np.int64, tokens)
         angles = sections * tokens * half
@@ -65,7 +63,7 @@ def make(
                     weights = args[9]
                 x = array(address, stored, head_dim)
                 out = array(target, stored, head_dim)
-                if normalised:
+                if weights != 0:
                     weight = array(weights, stored, head_dim)
                     squares = float32(0)
                     for i in range(head_dim):
@@ -81,14 +79,12 @@ def make(
                     angle = (section * tokens + token) * half
                     cos, sin = all_cos[angle : angle + half], all_sin[angle : angle + half]
                     first = 2 * half * section
-                    for i in range(half):
-                        if interleaved:
-                            left, right = first + 2 * i, first + 2 * i + 1
-                        else:
-                            left, right = first + i, first + half + i
-                        a, b = widen(out[left]), widen(out[right])
-                        out[left] = narrow(a * cos[i] - b * sin[i], out[left])
-                        out[right] = narrow(b * cos[i] + a * sin[i], out[right])
+                    if interleaved:
+                        for i in range(half):
+                            _turn(out, first + 2 * i, first + 2 * i + 1, cos[i], sin[i])
+                    else:
+                        for i in range(half):
+                            _turn(out, first + i, first + half + i, cos[i], sin[i])
                 if scaled and head >= num_heads:
                     scale = args[31] + _scale_at(args, 32, block, head - num_heads, offset)
                     codes = array(args[5] + place, held_as, head_dim)
@@ -107,6 +103,13 @@ def make(
                             values[i] = x[i]
 
     return body
+
+
+@inline
+def _turn(x: Any, left: int, right: int, cos: Any, sin: Any) -> None:
+    a, b = widen(x[left]), widen(x[right])
+    x[left] = narrow(a * cos - b * sin, x[left])
+    x[right] = narrow(b * cos + a * sin, x[right])
 
 
 @inline
