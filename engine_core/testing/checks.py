@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -146,28 +146,25 @@ def weights(subject: Subject) -> None:
     check_weights(model, _Headers(headers), str(subject.folder))
     _check_unknown(model, headers, subject.case.unused_weights)
     _check_passed_over(model, headers, subject.checkpoint)
-    unused = []
-    for name, header in headers.items():
+    unused: list[str] = []
+    used: list[str] = []
+    for name in headers:
         if name.endswith(subject.case.unused_weights):
             continue
         rest = {key: value for key, value in headers.items() if key != name}
-        if _refusal(model, rest) is None:
-            unused.append(name)
-            continue
-        refusal = _refusal(model, {**rest, f"not_{name}": header})
-        if refusal is None or f"not_{name}" not in refusal.unexpected:
-            raise ConformanceError(
-                f"the tensor {name!r}, renamed to 'not_{name}', is loaded all the same or not "
-                "reported as unexpected; load_weights must leave unknown names to "
-                "load_stacked_weights"
-            )
-        shape = (header.shape[0] + 1, *header.shape[1:])
-        refusal = _refusal(model, {**rest, name: replace(header, shape=shape)})
-        if refusal is None or not any(name in message for message in refusal.wrong):
-            raise ConformanceError(
-                f"the tensor {name!r} with shape {list(shape)} in place of {list(header.shape)} "
-                "is not refused by name; give tensors to load_weight as they are"
-            )
+        (unused if _refusal(model, rest) is None else used).append(name)
+    for name in _suspects(used, lambda names: _taken_by_other_names(model, headers, names)):
+        raise ConformanceError(
+            f"the tensor {name!r}, renamed to 'not_{name}', is loaded all the same or not "
+            "reported as unexpected; load_weights must leave unknown names to "
+            "load_stacked_weights"
+        )
+    for name in _suspects(used, lambda names: _taken_in_other_shapes(model, headers, names)):
+        shape = headers[name].shape
+        raise ConformanceError(
+            f"the tensor {name!r} with shape {list(_wrong_shape(shape))} in place of "
+            f"{list(shape)} is not refused by name; give tensors to load_weight as they are"
+        )
     if unused:
         raise ConformanceError(
             f"{', '.join(unused)} of the checkpoint can be left out and nobody notices: the model "
@@ -176,6 +173,46 @@ def weights(subject: Subject) -> None:
         )
     # Failures that need real data are reported by this check, too.
     subject.load()
+
+
+def _suspects(
+    names: Sequence[str], taken: Callable[[Sequence[str]], Sequence[str]]
+) -> Iterator[str]:
+    """Names of tensors that a mistake of theirs does not have refused, when no other has one.
+
+    All have it together first: what is refused by name there needs no load of its own.
+    """
+    try:
+        left = taken(names)
+    except EngineError:  # Together they are more than the family's load_weights can take.
+        left = names
+    for name in left:
+        yield from taken([name])
+
+
+def _taken_by_other_names(
+    model: torch.nn.Module, headers: Mapping[str, Any], names: Sequence[str]
+) -> list[str]:
+    given = {f"not_{name}" if name in names else name: headers[name] for name in headers}
+    refusal = _refusal(model, given)
+    unexpected = refusal.unexpected if refusal is not None else ()
+    return [name for name in names if f"not_{name}" not in unexpected]
+
+
+def _taken_in_other_shapes(
+    model: torch.nn.Module, headers: Mapping[str, Any], names: Sequence[str]
+) -> list[str]:
+    wrong = {n: replace(headers[n], shape=_wrong_shape(headers[n].shape)) for n in names}
+    refusal = _refusal(model, {**headers, **wrong})
+    said = refusal.wrong if refusal is not None else ()
+    if len(names) == 1:
+        return [name for name in names if not any(name in message for message in said)]
+    # A name may be a part of another one, whose message would stand for both.
+    return [name for name in names if not any(each.startswith(f"{name}: ") for each in said)]
+
+
+def _wrong_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    return (shape[0] + 1, *shape[1:])
 
 
 def _check_unknown(
