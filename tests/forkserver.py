@@ -54,7 +54,7 @@ PRELOADED = (
 TRANSFORMERS = ("transformers.modeling_utils", "engine_core_transformers.model")
 # What begins so is read when a library is imported, or when Python starts.
 _FIXED = ("CUDA_", "GOMP_", "KMP_", "MKL_", "NUMBA_", "OMP_", "PYTHON", "TORCH_", "TYPER_")
-_FIXED += ("PROMETHEUS_", "TRITON_INTERPRET")
+_FIXED += ("PROMETHEUS_",)
 # The third is for threads that wait for others, and a process of ours sets it for those it spawns.
 _SET_ANEW = ("PYTHONPATH", "PYTHONUNBUFFERED", "GOMP_SPINCOUNT")
 # What a fork with a variable imports anew, because it is read at the import and costs little.
@@ -63,32 +63,38 @@ _IMPORTED_ANEW = {
 }
 _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # before a test changes it for a while
 _PR_SET_CHILD_SUBREAPER = 36  # of prctl(2)
+_TRITON = "TRITON_INTERPRET"  # read when Triton is imported, which PRELOADED does not do
 _HERE = str(Path(__file__).parent)
 
 Task = Callable[[], None]
 
 
-def _fixed(environment: dict[str, str]) -> dict[str, str]:
+def _fixed(environment: dict[str, str], *, has_triton: bool) -> dict[str, str]:
+    fixed = (*_FIXED, _TRITON) if has_triton else _FIXED
     return {
         name: value
         for name, value in environment.items()
-        if name.startswith(_FIXED) and name not in (*_SET_ANEW, *_IMPORTED_ANEW)
+        if name.startswith(fixed) and name not in (*_SET_ANEW, *_IMPORTED_ANEW)
     }
 
 
 class Server:
     """A process that forks, as its parent sees it."""
 
-    def __init__(self, connection: socket.socket, environment: dict[str, str]) -> None:
+    def __init__(
+        self, connection: socket.socket, environment: dict[str, str], *, has_triton: bool
+    ) -> None:
         self._connection = connection
         self._lock = threading.Lock()
-        self._environment = _fixed(environment)
+        self._has_triton = has_triton
+        self._environment = _fixed(environment, has_triton=has_triton)
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._owner = os.getpid()
 
     def offers(self, environment: dict[str, str]) -> bool:
         """Whether a process with this environment may come from here."""
-        return os.getpid() == self._owner and _fixed(environment) == self._environment
+        asked = _fixed(environment, has_triton=self._has_triton)
+        return os.getpid() == self._owner and asked == self._environment
 
     def fork(self, files: Sequence[tuple[int, int]], **request: Any) -> int:
         """A new child's process id. ``files`` are pairs: one open here, its number there."""
@@ -127,7 +133,8 @@ def server(more: Sequence[str] = ()) -> Server | None:
                     env=_ENVIRONMENT,
                     pass_fds=[theirs.fileno()],
                 )
-            _servers[more] = Server(ours, _ENVIRONMENT)
+            # What else it imports may import Triton.
+            _servers[more] = Server(ours, _ENVIRONMENT, has_triton=bool(more))
             atexit.register(process.wait)
             atexit.register(ours.close)  # before it, which tells the server to end
         return _servers[more]
@@ -277,7 +284,8 @@ def _serve(connection: socket.socket) -> Task:
         theirs.close()
         high = socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, 500))
         ours.close()
-        _servers[()] = Server(high, request["environment"])
+        has_triton = "triton" in sys.modules
+        _servers[()] = Server(high, request["environment"], has_triton=has_triton)
         return lambda: _become(request, files)
     os._exit(0)  # nothing was used, so nothing is to be put away
 
@@ -393,6 +401,7 @@ def _main() -> Task:
     for name in (*PRELOADED, *sys.argv[2:]):
         with suppress(ImportError):  # a test that needs it says so
             importlib.import_module(name)
+    assert sys.argv[2:] or "triton" not in sys.modules, "forks could not choose how kernels run"
     if numba := sys.modules.get("numba"):
         # What a compiled function's first load would do in every fork.
         target = numba.core.registry.cpu_target

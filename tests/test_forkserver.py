@@ -160,3 +160,19 @@ def test_spawned_in_this_process_is_a_child_of_this_process() -> None:
     assert process in multiprocessing.active_children()
     process.join()
     assert process.exitcode == 0
+
+
+@pytest.mark.parametrize(
+    ("interpret", "kind"), [("0", "JITFunction"), ("1", "InterpretedFunction")]
+)
+def test_a_fork_chooses_whether_kernels_are_interpreted(interpret: str, kind: str) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    program = "import sys; print('torch' in sys.modules); "
+    program += "import triton; print(type(triton.language.max).__name__)"
+    done = forkserver.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "TRITON_INTERPRET": interpret},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["True", kind], done.stderr

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import forkserver
 import pytest
 from golden_fixtures import GOLDEN
 
@@ -20,7 +20,7 @@ MODELS = ["llama-gqa", "gemma3-ropes", "mixtral-tiny"]
 def test_all_steps_of_a_start_run_on_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     """Of layers that are alike few are run, and the same variants are launched as of all."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
+    done = forkserver.run(
         [
             sys.executable,
             str(Path(__file__).with_name("rehearsed.py")),

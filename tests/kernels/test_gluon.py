@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from itertools import pairwise, product
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import forkserver
 import pytest
 import torch
 import torch.nn.functional as F
@@ -427,7 +427,7 @@ def test_they_compile_for_a_hopper_gpu_that_is_not_there(tmp_path: Path) -> None
     names += ["gated-bias", "quick-gelu-bias", "segments-64-long", "segments-80"]
     names += ["codes-gated-1", "codes-gated-32", "codes-added-64", "codes-stored-32"]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
+    done = forkserver.run(
         [sys.executable, str(script), *names],
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,

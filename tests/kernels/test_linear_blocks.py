@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import forkserver
 import gguf
 import pytest
 import torch
@@ -147,7 +147,7 @@ def test_they_compile_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     names = ["int4", "Q5_1", "Q4_K", "Q6_K", "experts", "rank_sums", "row_codes", "sampling"]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
+    done = forkserver.run(
         [sys.executable, str(script), *names],
         env=environment,
         capture_output=True,

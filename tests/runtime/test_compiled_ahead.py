@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forkserver
 import pytest
 import torch
 
@@ -38,7 +39,7 @@ from engine_core.runtime.step_batch import GraphKey
 def alone(script: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A script beside this one, by a process in which kernels are not interpreted."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    return subprocess.run(
+    return forkserver.run(
         [sys.executable, str(Path(__file__).with_name(script)), *arguments],
         env=environment | {"TRITON_CACHE_DIR": str(folder)},
         capture_output=True,
