@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forkserver
 import pytest
 import torch
 
@@ -23,7 +24,7 @@ def run(folder: Path, size: int, rounds: int, fault: str = "none") -> list[str]:
     os.truncate(folder / "regions", size * region_bytes(size, CAPACITY))
     script = Path(__file__).with_name("rank_sums.py")
     ranks = [
-        subprocess.Popen(
+        forkserver.Popen(
             [sys.executable, str(script), str(folder), str(rank), str(size), str(rounds), fault],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -147,9 +147,11 @@ def test_what_lies_just_below_the_kept_set_is_not_in_it(
     assert set(tokens.tolist()) == {100, 101, 102}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numbers", [{"top_k": 3}, {"top_p": 0.9}, {"top_k": 3, "top_p": 0.9}])
+@pytest.mark.parametrize(
+    ("way", "dtype", "numbers"),
+    pairwise(WAYS, DTYPES, [{"top_k": 3}, {"top_p": 0.9}, {"top_k": 3, "top_p": 0.9}]),
+    ids=str,
+)
 def test_the_largest_of_negative_logits_is_drawn_however_far_apart_they_are(
     op: Any, device: str, dtype: torch.dtype, numbers: dict[str, float]
 ) -> None:

@@ -8,7 +8,7 @@ import os
 import shutil
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
@@ -122,12 +122,23 @@ def ask(server: Any, *parts: Any, key: str = "a", words: str = "What?", **more: 
 PICTURE = np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8)
 GOOD = image(url(encoded(PICTURE)))
 LONGER = clip(30)
-BOMB = encoded(Image.new("1", (10_000, 10_000)))  # 100 million pixels in 12 KB
 TWICE: dict[str, Any] = {"save_all": True, "append_images": [Image.fromarray(255 - PICTURE)]}
 PART, CLIP = "messages.0.content.0.image_url", "messages.0.content.0.video_url"
 NO_PICTURE = "the data is no picture in one of PNG"
-# What is sent, the field that the refusal names, and words of it.
-REFUSED: dict[str, tuple[list[Any], str, str]] = {
+
+
+def huge() -> list[Any]:
+    """100 million pixels in 12 KB."""
+    return [image(url(encoded(Image.new("1", (10_000, 10_000)))))]
+
+
+def with_much_text() -> list[Any]:
+    return [image(url(with_text_of(2**27)))]
+
+
+# What is sent, the field that the refusal names, and words of it. What takes long to make is a
+# function: all processes that share the tests import this module.
+REFUSED: dict[str, tuple[list[Any] | Callable[[], list[Any]], str, str]] = {
     "nothing": ([image("")], PART, "there is no image"),
     "no bytes": ([image("data:image/png;base64,")], PART, NO_PICTURE),
     "base64": ([image("data:image/png;base64,a$b=")], PART, "its base64 is wrong"),
@@ -139,8 +150,8 @@ REFUSED: dict[str, tuple[list[Any], str, str]] = {
     "PNG cut off": ([image(url(encoded(PICTURE)[:-5000]))], PART, "the picture is damaged"),
     "JPEG cut off": ([image(url(encoded(PICTURE, "JPEG")[:-500]))], PART, "is truncated"),
     "WebP cut off": ([image(url(encoded(PICTURE, "WEBP")[:-500]))], PART, "is damaged"),
-    "huge": ([image(url(BOMB))], PART, "10000 x 10000 pixels, and 50000000 are taken"),
-    "much text": ([image(url(with_text_of(2**27)))], PART, "the picture is damaged"),
+    "huge": (huge, PART, "10000 x 10000 pixels, and 50000000 are taken"),
+    "much text": (with_much_text, PART, "the picture is damaged"),
     "GIF": ([image(url(encoded(Image.fromarray(PICTURE), "GIF", **TWICE)))], PART, "(GIF); send"),
     "WebP": ([image(url(encoded(Image.fromarray(PICTURE), "WEBP", **TWICE)))], PART, "(WEBP)"),
     "PNG": ([image(url(encoded(Image.fromarray(PICTURE), **TWICE)))], PART, "is animated (PNG)"),
@@ -192,7 +203,9 @@ REFUSED: dict[str, tuple[list[Any], str, str]] = {
 def bodies(folder: Path) -> dict[str, list[Any]]:
     """Refused inputs, with the folder in their paths."""
     return {
-        name: json.loads(json.dumps(parts).replace("{}", str(folder)))
+        name: json.loads(
+            json.dumps(parts() if callable(parts) else parts).replace("{}", str(folder))
+        )
         for name, (parts, _, _) in REFUSED.items()
     }
 
