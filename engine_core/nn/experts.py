@@ -23,7 +23,7 @@ from engine_core.kernels import (
 )
 from engine_core.nn.activation import build_gated_activation
 from engine_core.nn.blocks import Branch, GatedMLP
-from engine_core.nn.distributed import all_reduce, divide
+from engine_core.nn.distributed import IndivisibleError, all_reduce, divide
 from engine_core.nn.epilogue import AddNorm, Call, Divide, Epilogue
 from engine_core.nn.linear import (
     Linear,
@@ -90,6 +90,12 @@ class StackedLinear(Linear):
         if by_experts:
             self.num_local = divide(num_experts, size, "number of experts")
         self.first_expert = rank * self.num_local if by_experts else 0
+        odd = next((total for total in rows if total % size), None)
+        if odd is not None and not (by_experts or rowwise or num_experts % size):
+            raise IndivisibleError(
+                f"intermediate size of an expert ({odd}) is not divisible by tensor_parallel_size "
+                f"({size}); set enable_expert_parallel, with which each rank has whole experts"
+            )
         parts: list[tuple[Hashable, int, int, int]] = []
         for expert in range(num_experts):
             here = self.first_expert <= expert < self.first_expert + self.num_local

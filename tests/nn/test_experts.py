@@ -23,6 +23,7 @@ from engine_core.kernels import Routing, choose_experts, run_experts
 from engine_core.kernels.experts import reference
 from engine_core.nn import Router, SparseMoE, load_stacked_weights
 from engine_core.nn import experts as experts_module
+from engine_core.nn.distributed import IndivisibleError
 from engine_core.nn.linear import LinearMethod
 from engine_core.nn.loading import load_account, materialize
 from engine_core.nn.quantization import Int4Scheme, Int8Scheme
@@ -407,3 +408,15 @@ def test_deterministic_mode_is_for_kernels_of_a_gpu() -> None:
     x, ids = random(3, HIDDEN), torch.zeros(3, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match="nothing is batch-invariant on cpu"):
         block.experts(x, ids, torch.ones(3, 1))
+
+
+def test_experts_that_ranks_cannot_share_name_the_option() -> None:
+    def built(num_experts: int, **context: Any) -> None:
+        with building(BuildContext(tp_size=3, **context)):
+            SparseMoE(HIDDEN, 16, num_experts, TOP)
+
+    with pytest.raises(IndivisibleError, match=r"\(16\) .* \(3\); set enable_expert_parallel"):
+        built(6)
+    built(6, expert_parallel=True)
+    with pytest.raises(IndivisibleError, match=r"\(16\) .* \(3\)$"):
+        built(4)
