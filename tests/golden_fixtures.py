@@ -91,6 +91,27 @@ def check_output(output: RequestOutput, prompt: GoldenPrompt) -> None:
         _assert_close(output.prompt_logprobs[1:], prompt.prefill_logits[:-1])
 
 
+def check_int8(name: str) -> None:
+    """With int8 weights on a CPU log-probabilities are nearly the same, as long as the tokens are.
+
+    8 bits of a weight keep its product to some 1%: a tenth of what random weights tell apart.
+    """
+    prompts = golden_prompts(name)
+    with golden_llm(name, quantization="int8", device="cpu") as llm:
+        outputs = llm.generate([prompt.input_ids for prompt in prompts], greedy_params(name))
+    for output, prompt in zip(outputs, prompts, strict=True):
+        found = output.outputs[0]
+        same = 0
+        while same < len(found.token_ids) and found.token_ids[same] == prompt.new_tokens[same]:
+            same += 1
+        # The second comes from a step in which every row decodes.
+        assert same > 1, prompt.name
+        for step, logits in zip(found.logprobs[:same], prompt.step_logits, strict=False):
+            wanted = logits.log_softmax(-1)
+            got = torch.tensor([step[token].logprob for token in range(len(wanted))])
+            assert 0 < (got - wanted).abs().mean() < 0.15 * wanted.std(), prompt.name
+
+
 def check_generation(name: str, settings: Mapping[str, Any]) -> None:
     """All prompts of a fixture at once, in one engine."""
     prompts = golden_prompts(name)

@@ -8,6 +8,7 @@ import pytest
 from golden_fixtures import (
     SETTINGS,
     check_generation,
+    check_int8,
     check_preemption,
     check_prefix_cache,
     golden_llm,
@@ -33,6 +34,10 @@ def test_a_second_run_from_the_prefix_cache_is_the_same() -> None:
 
 def test_preempted_requests_are_the_same() -> None:
     check_preemption("mixtral-tiny")
+
+
+def test_int8_weights_choose_nearly_the_same() -> None:
+    check_int8("mixtral-tiny")
 
 
 def test_experts_are_split_only_where_there_are_any() -> None:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from golden_fixtures import SETTINGS, check_generation, check_preemption, check_prefix_cache
+from golden_fixtures import (
+    SETTINGS,
+    check_generation,
+    check_int8,
+    check_preemption,
+    check_prefix_cache,
+)
 
 FIXTURES = [
     "qwen2-gqa",
@@ -34,6 +40,11 @@ def test_a_second_run_from_the_prefix_cache_is_the_same(name: str) -> None:
 def test_preempted_requests_are_the_same(name: str) -> None:
     # Windows give blocks back, so that a few prompts hardly wait for each other.
     check_preemption(name, copies=9 if name == "qwen2-swa" else 3)
+
+
+@pytest.mark.parametrize("name", ["qwen2moe-shared", "qwen3moe-stacked"])
+def test_int8_weights_choose_nearly_the_same(name: str) -> None:
+    check_int8(name)
 
 
 @pytest.mark.parametrize("by_experts", [False, True], ids=["within", "by-experts"])

@@ -13,6 +13,7 @@ from golden_fixtures import (
     GOLDEN,
     SETTINGS,
     check_generation,
+    check_int8,
     check_output,
     golden_llm,
     golden_prompts,
@@ -34,6 +35,10 @@ NAME = "mamba2-tiny"
 @pytest.mark.parametrize("name", ["default", "blocks-of-7", "chunks-of-8"])
 def test_tokens_and_logits_are_those_of_transformers(name: str) -> None:
     check_generation(NAME, SETTINGS[name])
+
+
+def test_int8_weights_choose_nearly_the_same() -> None:
+    check_int8(NAME)
 
 
 @pytest.mark.parametrize("swap_space", ["0", "16MiB"])
