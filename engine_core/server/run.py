@@ -200,7 +200,7 @@ def start_engine(
         warm_up=True,
         listener=listener,
         replicas=settings.replicas,
-        max_restarts=settings.max_replica_restarts if settings.several_replicas else 0,
+        max_restarts=settings.replica_restarts,
         max_replicas=settings.max_replicas,
         replica_executor=settings.replica_executor,
         replica_cpus=settings.replica_cpus or 1,
@@ -345,7 +345,7 @@ async def serve(
                 await keep_trace(engine)
             elif settings.trace is not None:
                 frontends = [] if engine.trace is None else [engine.trace]
-                await keep_whole_trace(engine, frontends, settings.trace, settings.trace_seconds)
+                await keep_whole_trace(engine, frontends, settings.trace, settings.traced_seconds)
             await engine.close()
 
 

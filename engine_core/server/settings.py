@@ -102,8 +102,8 @@ class ServerSettings(FrozenConfig):
     replica_cpus: int | None = Field(default=None, ge=1)
     """CPUs of the Ray cluster that a replica takes, which are its threads on a CPU; 1 if not
     set."""
-    max_replica_restarts: int = Field(default=5, ge=0)
-    """How often in a row one of several replicas is started again when it dies."""
+    max_replica_restarts: int | None = Field(default=None, ge=0)
+    """How often in a row one of several replicas is started again when it dies; 5 if not set."""
     tool_parser: str | None = Field(default=None, min_length=1)
     """How tool calls are written in the output; the model family's way if not set."""
     reasoning_parser: str | None = Field(default=None, min_length=1)
@@ -122,8 +122,20 @@ class ServerSettings(FrozenConfig):
     """Write prompts and outputs into the log too."""
     trace: Path | None = None
     """File that gets a trace of the server's last seconds when it ends, for ui.perfetto.dev."""
-    trace_seconds: float = Field(default=10.0, gt=0)
-    """Seconds of the trace."""
+    trace_seconds: float | None = Field(default=None, gt=0)
+    """Seconds of the trace; 10 if not set."""
+
+    @property
+    def traced_seconds(self) -> float:
+        """Seconds of the trace, if there is one."""
+        return self.trace_seconds or 10.0
+
+    @property
+    def replica_restarts(self) -> int:
+        """How often in a row a replica is started again: one engine alone never is."""
+        if not self.several_replicas:
+            return 0
+        return 5 if self.max_replica_restarts is None else self.max_replica_restarts
 
     @property
     def several_replicas(self) -> bool:
@@ -148,7 +160,7 @@ class ServerSettings(FrozenConfig):
                 "replica_cpus is what a replica takes of a Ray cluster, and replica_executor is "
                 f"{self.replica_executor!r}; leave it out, or set replica_executor to 'ray'"
             )
-        if "max_replica_restarts" in self.model_fields_set and not self.several_replicas:
+        if self.max_replica_restarts is not None and not self.several_replicas:
             raise ValueError(
                 f"max_replica_restarts is {self.max_replica_restarts}, and there is one engine, "
                 "with which the server ends; leave it out, or set replicas to 2 or more"
@@ -157,7 +169,7 @@ class ServerSettings(FrozenConfig):
 
     @model_validator(mode="after")
     def _trace_has_a_file(self) -> Self:
-        if "trace_seconds" in self.model_fields_set and self.trace is None:
+        if self.trace_seconds is not None and self.trace is None:
             raise ValueError(
                 f"trace_seconds is {self.trace_seconds:g}, and trace, the file of the trace, is "
                 "not set; set it too, or leave trace_seconds out"

@@ -221,7 +221,7 @@ class _Supervisor:
                         engine,
                         [pickle.loads(file.read_bytes()) for file in files],
                         self._settings.trace,
-                        self._settings.trace_seconds,
+                        self._settings.traced_seconds,
                     )
                 await engine.close()
 
