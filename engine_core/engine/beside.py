@@ -100,7 +100,7 @@ def _begin(opened: Opened) -> Compiles:
 
 
 def _task(opened: Opened) -> Rehearsal | None:
-    """What is to be rehearsed; None if all kernels are there, or the GPU is not NVIDIA's."""
+    """The start to rehearse; None if all kernels are there, or the GPU is not NVIDIA's."""
     source, config = opened.source, opened.config
     gpu = gpu_of(source.device)
     if gpu is None:

@@ -201,7 +201,7 @@ class _Stub(ModuleType):
         return self._found(name)
 
     def _found(self, name: str) -> Any:
-        """What has this name in the module itself."""
+        """The value of this name in the module itself."""
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
         return getattr(import_module(self.__name__), name)

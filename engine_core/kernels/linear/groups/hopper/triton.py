@@ -263,7 +263,7 @@ def _finish(
     epilogue, total, up, bias_ptr, squares_ptr, eps, first_row, num_rows, N, K, KIND: gl.constexpr,
     SQUARES: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """What the epilogue does, of products ``[BLOCK_M, BLOCK_N]``."""
+    """Apply the epilogue to products ``[BLOCK_M, BLOCK_N]``."""
     OUT: gl.constexpr = total.type.layout
     BLOCK_N: gl.constexpr = total.shape[1]
     tile = gl.program_id(0)
