@@ -79,7 +79,7 @@ def _begin(opened: Opened) -> Compiles:
         or source.model_config.pooling is not None
         or not source.state_known
         or find_spec("triton") is None
-        or os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+        or os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
     ):
         return NOBODY
     # It imports what it needs while this process asks the GPU, which takes some tenths of a second.

@@ -378,8 +378,8 @@ class Compilers:
 
     def _start(self) -> None:
         while self._queue and len(self._running) < self._most:
-            # What takes longest begins first.
-            part, later = next((each for each in self._queue if each[0].is_slow), self._queue[0])
+            # What the first request needs is first, and of that what takes longest.
+            part, later = min(self._queue, key=lambda each: (each[1], not each[0].is_slow))
             parent = os.getpid()
             pipe: tuple[int, ...] = ()
             try:

@@ -549,7 +549,7 @@ def test_the_gated_linear_on_hopper_is_used_where_it_was_seen_to_be_faster(
 
 
 @pytest.mark.parametrize(
-    ("rows", "used"), [(64, False), (256, False), (384, True), (1024, True), (5476, True)]
+    ("rows", "used"), [(64, False), (256, False), (1024, False), (2048, True), (5476, True)]
 )
 def test_a_quick_gelu_on_hopper_is_part_of_a_product_of_many_rows(rows: int, used: bool) -> None:
     """Of Qwen2-VL's encoder, 5120x1280."""

@@ -197,6 +197,8 @@ def test_few_rows_of_hopper_have_a_kernel() -> None:
         for rows in (1, 2, 16, most):
             assert fp8.has_kernel(rows, n, k, torch.bfloat16, HOPPER), (rows, n, k)
         assert not fp8.has_kernel(most + 1, n, k, torch.bfloat16, HOPPER)
+        # Matrix units multiply no float16 by them: it would become numbers in each step.
+        assert fp8.has_kernel(128, n, k, torch.float16, HOPPER)
         blocks = {"quantizes_rows": False}
         assert fp8.has_kernel(128, n, k, torch.bfloat16, HOPPER, **blocks)
         assert not fp8.has_kernel(129, n, k, torch.bfloat16, HOPPER, **blocks)

@@ -402,9 +402,9 @@ def choose_invariant_tile(
 
 
 # What a gated activation by itself takes of the time of cuBLAS, times K: it reads and writes 3
-# values at 4 TB/s where cuBLAS multiplies and adds 2 K at 700 TFLOP/s. A quick GELU by itself is
-# several of PyTorch's operations: for 5120x1280 it takes as long as cuBLAS from 384 rows on.
-_ACTIVATION = {True: 262, False: 1540}
+# values at 4 TB/s where cuBLAS multiplies and adds 2 K at 700 TFLOP/s. One of a result: 2 values,
+# where cuBLAS multiplies and adds K.
+_ACTIVATION = {True: 262, False: 350}
 
 
 def hopper_wins(rows: int, n: int, k: int, programs: int, *, gated: bool = True) -> bool:
@@ -412,9 +412,10 @@ def hopper_wins(rows: int, n: int, k: int, programs: int, *, gated: bool = True)
 
     It depends on how much of the last turn of the programs through the tiles of 128 rows and 256
     columns has work, and on the activation's share. Up to 256 rows the time is more that of reading
-    the weight; 64 and fewer have kernels of their own. Of a weight without a gate nothing was
-    measured for these; it is taken for more rows alone: 5120x1280 with a quick GELU, 384 rows 19.0
-    us and 17.4, 1024 rows 42.5 and 32.3, 5476 rows 195 and 111. Gated, us on H200s, cuBLAS and
+    the weight; 64 and fewer have kernels of their own. Without a gate, 256 rows and fewer were not
+    measured, and are left to cuBLAS; 5120x1280, us of cuBLAS alone and of this with a quick GELU:
+    1024 rows 22.4 and 32.3, 2048 rows 40.4 and 48.6, 5476 rows 97 and 112, where an activation by
+    itself reads and writes 21, 42 and 112 MB. With a gate, us on H200s, cuBLAS and
     this: 28672x4096, 96 rows 68.1 and 64.7, 128 rows 72.8 and 65.9 (70.6 with a tile of
     :mod:`engine_core.kernels.linear.triton`), 192 rows 84.8 and 96.8, 256 rows 106.5 and 96.5, 512
     rows 186 and 205, 1024 rows 371 and 362, 1536 rows 529 and 593, 4096 rows 1499 and 1453, 8192

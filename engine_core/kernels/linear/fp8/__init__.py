@@ -92,7 +92,8 @@ class Fp8Weight(CodedWeight):
         if not self.codes.is_contiguous() or self.codes.data_ptr() % 16:
             return None
         n, k = self.shape
-        blocks, many = self.scales.dim() > 1, self.multiplies_codes
+        blocks = self.scales.dim() > 1
+        many = self.multiplies_codes and multiplies_in_fp8(n, k, self.dtype, gpu)
         return tiles.choose_fp8_tile(rows, n, k, gated, gpu, blocks=blocks, quantizes_rows=many)
 
     def reader(self) -> Any:
@@ -144,11 +145,12 @@ def has_kernel(
 ) -> bool:
     """Whether a kernel that can fuse what follows takes 8-bit floats ``[n, k]`` for such rows.
 
-    ``quantizes_rows`` says whether they multiply many rows quantised too.
+    ``quantizes_rows`` says whether they multiply many rows quantised too, where matrix units can.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return False
-    tile = tiles.choose_fp8_tile(rows, n, k, gated, gpu, quantizes_rows=quantizes_rows)
+    many = quantizes_rows and multiplies_in_fp8(n, k, dtype, gpu)
+    tile = tiles.choose_fp8_tile(rows, n, k, gated, gpu, quantizes_rows=many)
     return tile is not None
 
 
