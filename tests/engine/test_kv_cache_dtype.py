@@ -31,8 +31,12 @@ def run(name: str, prompts: list[list[int]], **options: Any) -> list[list[tuple[
 
 
 def same(a: list[tuple[int, float]], b: list[tuple[int, float]]) -> bool:
-    """Equal tokens, and log-probabilities but for the rounding of float32."""
-    return all(x == y and abs(p - q) < 1e-4 for (x, p), (y, q) in zip(a, b, strict=True))
+    """Equal tokens, and log-probabilities but for a code that lay between two.
+
+    The last bits of a product with more rows may turn it, which is a step of its scale: up to 0.002
+    was seen. Without codes log-probabilities are 0.005 to 0.05 apart.
+    """
+    return all(x == y and abs(p - q) < 3e-3 for (x, p), (y, q) in zip(a, b, strict=True))
 
 
 # Grouped heads, ALiBi, soft caps beside windows, windows alone.
