@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from engine_core import LLM, RequestOutput, SamplingParams
+from engine_core import LLM, Logprob, RequestOutput, SamplingParams
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -91,11 +91,18 @@ def check_output(output: RequestOutput, prompt: GoldenPrompt) -> None:
         _assert_close(output.prompt_logprobs[1:], prompt.prefill_logits[:-1])
 
 
-def check_int8(name: str) -> None:
-    """With int8 weights on a CPU log-probabilities are nearly the same, as long as the tokens are.
+def assert_nearly(found: Mapping[int, Logprob], logits: torch.Tensor) -> None:
+    """Log-probabilities of the whole vocabulary with int8 weights, beside ``logits [vocab]``.
 
     8 bits of a weight keep its product to some 1%: a tenth of what random weights tell apart.
     """
+    wanted = logits.log_softmax(-1)
+    got = torch.tensor([found[token].logprob for token in range(len(wanted))])
+    assert 0 < (got - wanted).abs().mean() < 0.15 * wanted.std()
+
+
+def check_int8(name: str) -> None:
+    """With int8 weights on a CPU log-probabilities are nearly the same, while the tokens are."""
     prompts = golden_prompts(name)
     with golden_llm(name, quantization="int8", device="cpu") as llm:
         outputs = llm.generate([prompt.input_ids for prompt in prompts], greedy_params(name))
@@ -107,9 +114,7 @@ def check_int8(name: str) -> None:
         # The second comes from a step in which every row decodes.
         assert same > 1, prompt.name
         for step, logits in zip(found.logprobs[:same], prompt.step_logits, strict=False):
-            wanted = logits.log_softmax(-1)
-            got = torch.tensor([step[token].logprob for token in range(len(wanted))])
-            assert 0 < (got - wanted).abs().mean() < 0.15 * wanted.std(), prompt.name
+            assert_nearly(step, logits)
 
 
 def check_generation(name: str, settings: Mapping[str, Any]) -> None:
