@@ -209,7 +209,7 @@ class _Graphs(ABC):
 
         Args:
             state: what is shared with the runner.
-            at_start: what :meth:`capture_at_start` captures, in this order.
+            at_start: what :meth:`starts` captures, in this order.
             later: what :meth:`capture_next` captures after that, in this order.
         """
         self._state = state
@@ -231,11 +231,6 @@ class _Graphs(ABC):
     def num_captured(self) -> int:
         """How many steps are captured."""
         return len(self._graphs)
-
-    def capture_at_start(self) -> None:
-        """Capture what the first greedy request with a short prompt needs; see :meth:`starts`."""
-        for _ in self.starts():
-            pass
 
     def starts(self) -> Iterator[GraphKey]:
         """Capture what the first greedy request with a short prompt needs, a step at a time.
@@ -265,7 +260,7 @@ class _Graphs(ABC):
             of steps without a graph are compiled.
         """
         key = self._next()
-        if self.awaits_kernels:
+        if self._awaits_kernels(key):
             self._state.compiles.late += 1
             self._state.compiles.ready(self._others if key is None else key, _PATIENCE)
             return True
@@ -298,7 +293,10 @@ class _Graphs(ABC):
     @property
     def awaits_kernels(self) -> bool:
         """Whether :meth:`capture_next` has nothing to do before a kernel is compiled."""
-        key = self._next()
+        return self._awaits_kernels(self._next())
+
+    def _awaits_kernels(self, key: GraphKey | None) -> bool:
+        """Whether those of the step that is next, or of all others if None, are missing."""
         if not self._state.ahead or (key is None and self._complete):
             return False
         return not self._state.compiles.ready(self._others if key is None else key)

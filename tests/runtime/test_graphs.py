@@ -172,7 +172,7 @@ def test_decode_steps_of_the_largest_batch_come_first_and_the_others_one_by_one(
     device: Device, state: GraphState
 ) -> None:
     graphs = DecodeGraphs(state)
-    graphs.capture_at_start()
+    list(graphs.starts())
     assert device.take() == [(20, 20), (1, 1)]
     each = []
     while graphs.capture_next():
@@ -224,13 +224,13 @@ def test_up_to_1024_rows_decode_in_few_sizes(device: Device) -> None:
 def test_other_threads_may_use_the_device_beside_a_capture(
     device: Device, state: GraphState
 ) -> None:
-    DecodeGraphs(state).capture_at_start()
+    list(DecodeGraphs(state).starts())
     assert device.modes == {"thread_local"}
 
 
 def test_what_was_needed_meanwhile_is_not_captured_again(device: Device, state: GraphState) -> None:
     graphs = DecodeGraphs(state)
-    graphs.capture_at_start()
+    list(graphs.starts())
     assert graphs.begin(*rows(3)) is not None
     assert device.take() == [(20, 20), (1, 1), (4, 4)]
     while graphs.capture_next():
@@ -241,7 +241,7 @@ def test_what_was_needed_meanwhile_is_not_captured_again(device: Device, state: 
 
 def test_one_row_at_a_time_has_few_graphs(device: Device) -> None:
     graphs = DecodeGraphs(state_of(device, 1))
-    graphs.capture_at_start()
+    list(graphs.starts())
     assert graphs.capture_next()
     assert not graphs.capture_next()
     assert device.take() == [(1, 1), (1, 1)]
@@ -269,7 +269,7 @@ def test_a_short_prompt_comes_first_and_longer_ones_after_it(
     later: list[int],
 ) -> None:
     graphs = GraphSteps(state_of(device, 1), max_tokens, max_batched)
-    graphs.capture_at_start()
+    list(graphs.starts())
     assert device.take() == [(tokens, 0) for tokens in start]
     while graphs.capture_next():
         pass
@@ -356,7 +356,7 @@ def test_prompts_beside_decodes_have_graphs_where_the_host_would_be_busy(device:
 
 def test_until_all_expected_steps_are_captured_others_are_when_they_come(device: Device) -> None:
     graphs = GraphSteps(state_of(device, 20), 10**6, 1024)
-    graphs.capture_at_start()
+    list(graphs.starts())
     assert run(graphs, 64, 1, 1) is not None
     assert device.take() == [(64, 0), (96, 32)]
 
@@ -365,8 +365,8 @@ def test_shortly_after_a_capture_steps_take_a_larger_graph_that_is_there(device:
     """So that no request waits for two in a row."""
     state = state_of(device, 20)
     decode, mixed = DecodeGraphs(state), GraphSteps(state, 10**6, 1024)
-    decode.capture_at_start()
-    mixed.capture_at_start()
+    list(decode.starts())
+    list(mixed.starts())
     assert mixed.capture_next()
     assert device.take() == [(20, 20), (1, 1), (64, 0), (1056, 32)]
     turns = 0
@@ -413,8 +413,8 @@ def test_without_memory_a_step_runs_without_a_graph(
     when: str,
 ) -> None:
     decode, mixed = DecodeGraphs(state), GraphSteps(state, 10**6, 8192)
-    decode.capture_at_start()
-    mixed.capture_at_start()
+    list(decode.starts())
+    list(mixed.starts())
     setattr(device, when, error)
     with caplog.at_level(logging.WARNING):
         assert decode.begin(*rows(4)) is None
@@ -444,8 +444,8 @@ def test_memory_that_runs_out_ends_what_is_captured_ahead(
     device: Device, state: GraphState, caplog: pytest.LogCaptureFixture
 ) -> None:
     decode, mixed = DecodeGraphs(state), GraphSteps(state, 10**6, 8192)
-    decode.capture_at_start()
-    mixed.capture_at_start()
+    list(decode.starts())
+    list(mixed.starts())
     assert decode.capture_next()
     device.take()
     device.failure = OUT_OF_MEMORY["allocator"]
@@ -463,9 +463,9 @@ def test_without_memory_for_the_first_request_there_is_no_start(
 ) -> None:
     device.failure = OUT_OF_MEMORY["allocator"]
     with pytest.raises(OptionError, match=r"20 rows .*set kv_cache_memory lower to leave more"):
-        DecodeGraphs(state).capture_at_start()
+        list(DecodeGraphs(state).starts())
     with pytest.raises(OptionError, match=r"64 tokens .*set kv_cache_memory lower to leave more"):
-        GraphSteps(state, 10**6, 8192).capture_at_start()
+        list(GraphSteps(state, 10**6, 8192).starts())
 
 
 def test_another_failure_is_not_taken_for_a_lack_of_memory(
@@ -478,7 +478,7 @@ def test_another_failure_is_not_taken_for_a_lack_of_memory(
         "capturing; with eager=True (--eager) nothing is captured"
     )
     with pytest.raises(EngineError, match=re.escape(f"20 rows (greedy choice) {said}")):
-        decode.capture_at_start()
+        list(decode.starts())
     with pytest.raises(RuntimeError, match=re.escape(f"4 rows (random choice) {said}")):
         decode.begin(*rows(4), Choice.RANDOM)
     with pytest.raises(RuntimeError, match=re.escape(f"512 tokens with prompts among them {said}")):
@@ -738,7 +738,7 @@ def test_until_its_kernels_are_compiled_a_larger_step_takes_its_place(
 ) -> None:
     state.compiles = coming = Coming()
     graphs = DecodeGraphs(state)
-    graphs.capture_at_start()
+    list(graphs.starts())
     greedy = [GraphKey(size, size, 0) for size in (20, 1)]
     assert coming.waited == greedy
     assert device.take() == [(20, 20), (1, 1)]
@@ -773,7 +773,7 @@ def test_prompts_whose_step_is_not_compiled_run_without_a_graph(
 ) -> None:
     state.compiles = coming = Coming()
     graphs = GraphSteps(state, 2048, 2048)
-    graphs.capture_at_start()
+    list(graphs.starts())
     assert device.take() == [(64, 0)]
     assert run(graphs, 200) is None
     assert run(graphs, 50) is not None
