@@ -1,7 +1,8 @@
 """The garbage collector, memory, cores and end of a process that runs an engine and nothing else.
 
 The mains of such a process (the engine process, a rank, a command) call :func:`claim`. In any other
-those for the collector and memory do nothing: its objects and its memory are its user's.
+those for the collector and memory do nothing, but for :func:`uncollected`: its objects and its
+memory are its user's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import os
 import resource
 import signal
 import sys
+import threading
+from collections.abc import Iterator
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 # Parameters of mallopt, from malloc.h.
@@ -37,6 +40,9 @@ HOST_RANKS = "ENGINE_CORE_HOST_RANKS"
 _STARTING = 1_000_000
 _THRESHOLDS = gc.get_threshold()
 _claimed = False
+_uncollected_lock = threading.Lock()
+# How many blocks of :func:`uncollected` run, and whether garbage was collected before the first.
+_uncollected, _collects = 0, False
 
 
 def claim() -> None:
@@ -115,6 +121,24 @@ def thaw() -> None:
     """Undo :func:`freeze`, so that an engine that is closed gives its memory back."""
     if _claimed:
         gc.unfreeze()
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Collect no garbage by itself in the ``with`` block, of which several threads may have one."""
+    global _uncollected, _collects
+    with _uncollected_lock:
+        if not _uncollected:
+            _collects = gc.isenabled()
+            gc.disable()
+        _uncollected += 1
+    try:
+        yield
+    finally:
+        with _uncollected_lock:
+            _uncollected -= 1
+            if not _uncollected and _collects:
+                gc.enable()
 
 
 def keep_freed_memory() -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed
 
 from engine_core.nn.distributed import rehearsing
+from engine_core.own_process import uncollected
 from engine_core.plugin_code import described
 
 T = TypeVar("T")
@@ -62,9 +63,14 @@ class CudaCapturer:
         graph = torch.cuda.CUDAGraph()
 
         def record() -> T:
-            # Other threads of the user's process may use CUDA meanwhile.
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            # To destroy a graph spoils a capture in the same thread. That of a capture that failed
+            # lies in a cycle with its error, so that a collection may end it at any time. Other
+            # threads of the user's process may use CUDA meanwhile.
+            with (
+                uncollected(),
+                torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                ),
             ):
                 return function()
 

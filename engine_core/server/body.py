@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import json
 import math
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -116,27 +114,10 @@ async def read_body(request: Request, model: TypeAdapter[Model], room: BodyRoom)
 
 
 def _parse(raw: bytes, model: TypeAdapter[Model]) -> Model:
-    with _Uncollected():
+    # A collection would visit all that is made, in which no other thread runs.
+    with own_process.uncollected():
         value = parse_json(raw)
     return validated(value, model)
-
-
-class _Uncollected:
-    """No garbage collection: each would visit all that is made, in which no other thread runs."""
-
-    _lock = threading.Lock()
-    _count = 0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            _Uncollected._count += 1
-            gc.disable()
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            _Uncollected._count -= 1
-            if not _Uncollected._count:
-                gc.enable()
 
 
 def validated(value: Any, model: TypeAdapter[Model]) -> Model:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import multiprocessing.util
 import os
 import re
 import subprocess
 import sys
+import threading
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import forkserver
 import pytest
 from golden_fixtures import GOLDEN
 
-from engine_core import AsyncEngine, EngineConfig, SamplingParams
+from engine_core import AsyncEngine, EngineConfig, SamplingParams, own_process
 
 MODEL = str(GOLDEN / "llama-gqa")
 IDS = [5, 6, 7]
@@ -171,3 +175,58 @@ def test_the_engine_process_freezes_what_was_loaded(
 
     asyncio.run(generate())
     assert int((tmp_path / "count").read_text()) > 50_000
+
+
+class Cycle:
+    """Garbage that only a collection finds, once nobody else holds it."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def lives_through(block: Callable[[], None]) -> bool:
+    """Whether a cycle is there after so many new objects that a collection is due."""
+    made: list[bool] = []
+    before = gc.get_threshold()
+    gc.set_threshold(10)
+    try:
+        with own_process.uncollected():
+            seen = weakref.ref(Cycle())
+            block()
+            kept = [[] for _ in range(1000)]
+            made.append(seen() is not None and len(kept) == 1000)
+    finally:
+        gc.set_threshold(*before)
+    return made[0]
+
+
+def test_no_garbage_is_collected_while_one_thread_asks_for_it() -> None:
+    leave, left = threading.Event(), threading.Event()
+    inside = threading.Event()
+
+    def other() -> None:
+        with own_process.uncollected():
+            inside.set()
+            leave.wait()
+        left.set()
+
+    def let_it_leave() -> None:
+        leave.set()
+        assert left.wait(10)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(10)
+    # The other thread came first and leaves first: the collector is not its to turn on.
+    assert lives_through(let_it_leave)
+    thread.join()
+    assert gc.isenabled()
+
+
+def test_a_collector_that_its_user_turned_off_stays_off() -> None:
+    gc.disable()
+    try:
+        assert lives_through(lambda: None)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
