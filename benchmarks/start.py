@@ -1,12 +1,16 @@
 """Time starts of an engine on a GPU, and say where its kernels came from.
 
     python benchmarks/start.py [llama3_8b] [--processes N] [--cache DIR] [--warm-up] [--requests S]
+        [--ranks N] [--spawn]
 
 Starts one engine with random weights and kernels kept in DIR (a new folder if not given), and
 generates one token of a prompt of 64. ``--warm-up`` then captures all steps that are expected.
 ``--requests`` starts an engine process instead, that captures while it is idle, and sends it a
 request every quarter of a second for S seconds: prompts of 8, 200 and 1500 tokens, one and three at
 once, greedy and drawn, of which it says the longest time to a first token.
+
+``--ranks`` shares the model out, and ``--spawn`` has the ranks be new processes where they would be
+forks of this one.
 
 A kernel is "loaded" if it was in the cache when it was first launched, else "compiled" there.
 """
@@ -41,6 +45,9 @@ def config(arguments: argparse.Namespace):
         max_num_seqs=256,
         max_num_batched_tokens=8192,
         compile_processes=arguments.processes,
+        tensor_parallel_size=arguments.ranks,
+        device=arguments.device,
+        custom_module_map=str(arguments.map) if arguments.map else (),
     )
 
 
@@ -63,13 +70,20 @@ def start(model: Path, arguments: argparse.Namespace) -> None:
     from engine_core import LLM, SamplingParams, own_process
 
     own_process.claim()
+    if arguments.spawn:
+        from engine_core.runtime import rank_processes
+
+        rank_processes._why_not = lambda config: "--spawn"
     imported = time.perf_counter() - BEGIN
     counts = count_kernels()
     with LLM(str(model), config(arguments)) as llm:
+        ready = time.perf_counter() - BEGIN
         llm.generate([[1000] * 64], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
         seconds = time.perf_counter() - BEGIN
         phases = ", ".join(f"{name} {value:.2f}" for name, value in llm.startup.items())
-        print(f"first token after {seconds:.2f} s (imports {imported:.2f}, {phases}); {counts}")
+        print(
+            f"first token after {seconds:.2f} s (imports {imported:.2f}, ready {ready:.2f}: {phases}); {counts}"
+        )
         if arguments.warm_up:
             llm.warmup()
             print(f"all captured after {time.perf_counter() - BEGIN:.2f} s; {counts}", flush=True)
@@ -116,6 +130,10 @@ def main() -> None:
     parser.add_argument("--cache", type=Path)
     parser.add_argument("--warm-up", action="store_true")
     parser.add_argument("--requests", type=float, default=0.0)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--spawn", action="store_true")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--map", type=Path, help="a module map, which every rank runs")
     arguments = parser.parse_args()
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO)
     with tempfile.TemporaryDirectory() as folder:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import resource
 import signal
+import stat
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 # Parameters of mallopt, from malloc.h.
@@ -94,6 +96,35 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
+def forget_parent(inherited: Iterable[int]) -> None:
+    """Be, after a fork, as a new process would: without what is the parent's, or its user's.
+
+    Its open files, those of ``inherited`` numbers, are another process's connections, by whose end
+    somebody is told something, and locks. The numbers stay taken: objects here would close them.
+    Handlers of signals and logs go, and streams that stand for the standard ones. What is garbage
+    there is not collected here.
+    """
+    gc.freeze()
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    logging.disable(logging.NOTSET)
+    for name in (None, *logging.root.manager.loggerDict):
+        if name is None or name.split(".")[0] == __package__:
+            logger = logging.getLogger(name)
+            logger.handlers.clear()
+            logger.setLevel(logging.WARNING if name is None else logging.NOTSET)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in inherited:
+        with contextlib.suppress(OSError):  # it was the list's own
+            # Devices are a terminal, or what a driver has to itself.
+            if number > 2 and not stat.S_ISCHR(os.fstat(number).st_mode):
+                os.dup2(nowhere, number, inheritable=False)
+    os.close(nowhere)
+
+
 def how_ended(code: int | None) -> str:
     """A process's exit code, below 0 for a signal, in words that follow "it ended"."""
     if code is None or code >= 0:
@@ -170,6 +201,7 @@ __all__ = [
     "claim",
     "count_cores",
     "die_with",
+    "forget_parent",
     "freeze",
     "how_ended",
     "is_claimed",

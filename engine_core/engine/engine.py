@@ -19,7 +19,7 @@ from engine_core.engine.frontend import (
     with_texts,
 )
 from engine_core.engine.interrupts import held_interrupt
-from engine_core.engine.startup import load, open_engine
+from engine_core.engine.startup import Loaded, Opened, load, open_engine
 from engine_core.engine.step_stats import StepStats
 from engine_core.errors import RequestError
 from engine_core.runtime.layer_trace import LayerTrace
@@ -49,20 +49,10 @@ class Engine(HasFrontend):
             EngineError: it cannot run.
         """
         model, self.config = check_model_and_config(model, config)
-        opened = open_engine(model, self.config)
+        opened = open_engine(model, self.config, fork=True)
         self.model_config: ModelConfig = opened.source.model_config
-        compiles = compile_beside(opened)
-        try:
-            with opened.phases.timed("tokenizer"):
-                checkpoint = opened.source.checkpoint
-                self.tokenizer: Tokenizer | None = choose_tokenizer(
-                    self.config, lambda: checkpoint.tokenizer_folder, self.model_config
-                )
-            self.model_config = with_texts(self.model_config, self.tokenizer)
-            loaded = load(opened, self.tokenizer, compiles=compiles)
-        except BaseException:
-            compiles.close()
-            raise
+        with opened.on_failure_ended():
+            loaded = self._load(opened)
         self.startup: Mapping[str, float] = opened.phases
         self.max_model_len = loaded.cache_plan.max_model_len
         self.cache_plan = loaded.cache_plan
@@ -76,6 +66,20 @@ class Engine(HasFrontend):
             opened.generation_config,
             self.core.finish,
         )
+
+    def _load(self, opened: Opened) -> Loaded:
+        compiles = compile_beside(opened)
+        try:
+            with opened.phases.timed("tokenizer"):
+                checkpoint = opened.source.checkpoint
+                self.tokenizer: Tokenizer | None = choose_tokenizer(
+                    self.config, lambda: checkpoint.tokenizer_folder, self.model_config
+                )
+            self.model_config = with_texts(self.model_config, self.tokenizer)
+            return load(opened, self.tokenizer, compiles=compiles)
+        except BaseException:
+            compiles.close()
+            raise
 
     @property
     def scheduler(self) -> Scheduler:

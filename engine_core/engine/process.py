@@ -473,24 +473,25 @@ def _serve(
     from engine_core.engine.startup import load, open_engine
     from engine_core.runtime.step_batch import ROWS_BESIDE
 
-    opened = open_engine(model, config)
-    compiles = compile_beside(opened)
+    opened = open_engine(model, config, fork=True)
     source = opened.source
-    links.greet(
-        Found(
-            pid=os.getpid(),
-            model_config=source.model_config,
-            generation_config=opened.generation_config,
-            eos_token_ids=opened.eos_token_ids,
-            tokenizer_folder=(
-                None
-                if config.skip_tokenizer_init or config.tokenizer is not None
-                else source.checkpoint.tokenizer_folder
-            ),
-            has_input_processor=source.has_input_processor,
+    with opened.on_failure_ended():
+        compiles = compile_beside(opened)
+        links.greet(
+            Found(
+                pid=os.getpid(),
+                model_config=source.model_config,
+                generation_config=opened.generation_config,
+                eos_token_ids=opened.eos_token_ids,
+                tokenizer_folder=(
+                    None
+                    if config.skip_tokenizer_init or config.tokenizer is not None
+                    else source.checkpoint.tokenizer_folder
+                ),
+                has_input_processor=source.has_input_processor,
+            )
         )
-    )
-    loaded = load(opened, compiles=compiles)
+        loaded = load(opened, compiles=compiles)
     kind = source.device.type
     core = EngineCore(
         loaded,

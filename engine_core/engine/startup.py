@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +27,10 @@ from engine_core.kernels.launch import gluon
 from engine_core.registry import Registry, build_registry
 from engine_core.runtime import platform
 from engine_core.runtime.compiles import NOBODY, Compiles
-from engine_core.runtime.executor import Executor, build_executor
+from engine_core.runtime.executor import Executor, ProcessExecutor, build_executor
 from engine_core.runtime.memory import CachePlan, check_memory, plan_cache
 from engine_core.runtime.phases import Phases
+from engine_core.runtime.rank_processes import RankProcesses, fork_ranks
 from engine_core.runtime.source import ModelSource, open_model
 from engine_core.runtime.swap import count_swap_blocks
 from engine_core.runtime.worker import WorkerReport
@@ -50,6 +52,7 @@ class Opened:
         eos_token_ids: the tokens that end a sequence.
         max_model_len: the longest sequence wanted.
         phases: seconds that each part took.
+        ranks: processes that wait for the executor; None if that starts its own.
     """
 
     registry: Registry
@@ -59,6 +62,28 @@ class Opened:
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     phases: Phases
+    ranks: RankProcesses | None = None
+
+    @contextmanager
+    def on_failure_ended(self) -> Iterator[None]:
+        """End the ranks if the ``with`` block, in which it is to be loaded, fails."""
+        with _on_failure_ended(self.ranks):
+            yield
+
+
+@contextmanager
+def _on_failure_ended(ranks: RankProcesses | None) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        _end(ranks)
+        raise
+
+
+def _end(ranks: RankProcesses | None) -> None:
+    if ranks is not None:
+        ranks.kill()
+        ranks.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +115,11 @@ _DEPTH = {"cpu": 0, "cuda": 2}
 _MAX_REPEAT = {"cpu": 1, "cuda": 8}
 
 
-def open_engine(model: str, config: EngineConfig) -> Opened:
+def open_engine(model: str, config: EngineConfig, *, fork: bool = False) -> Opened:
     """Find and check a model; no memory is taken for it.
+
+    ``fork`` has processes of several ranks, where they may be copies of this one, begin beside it:
+    before this process asks a GPU for anything.
 
     Raises:
         EngineError: the model cannot run; the subclass says why.
@@ -99,6 +127,21 @@ def open_engine(model: str, config: EngineConfig) -> Opened:
     phases = Phases()
     with phases.timed("plugins"):
         registry = build_registry(config.custom_module_map, plugin_errors=config.plugin_errors)
+    ranks = None
+    if fork and config.num_ranks > 1 and config.distributed_executor != "ray":
+        with phases.timed("fork"):
+            ranks = fork_ranks(model, config)
+    with _on_failure_ended(ranks):
+        return _open(model, config, registry, phases, ranks)
+
+
+def _open(
+    model: str,
+    config: EngineConfig,
+    registry: Registry,
+    phases: Phases,
+    ranks: RankProcesses | None,
+) -> Opened:
     with phases.timed("config"):
         source = open_model(model, config, registry)
         if source.model_config.caveat is not None:
@@ -118,6 +161,7 @@ def open_engine(model: str, config: EngineConfig) -> Opened:
         eos_token_ids=eos_token_ids,
         max_model_len=max_model_len,
         phases=phases,
+        ranks=ranks,
     )
 
 
@@ -146,7 +190,9 @@ def load(
         line = hopper_kernels([source.device])
         level = logging.INFO if line.startswith("on") else logging.WARNING
         logger.log(level, "Hopper's kernels are %s", line)
-    executor = build_executor(source, config, compiles)
+    executor = build_executor(source, config, compiles, opened.ranks)
+    if not isinstance(executor, ProcessExecutor):
+        _end(opened.ranks)
     try:
         report = executor.load()
         phases.update(report.phases)

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import multiprocessing.connection
-import os
 import signal
-import sys
-import tempfile
-import threading
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from operator import attrgetter
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine_core import own_process
@@ -26,9 +19,8 @@ from engine_core.plugin_code import package_of
 from engine_core.ray_cluster import connect
 from engine_core.runtime.compiles import NOBODY, Compiles
 from engine_core.runtime.loader import build_on_meta
-from engine_core.runtime.rank import Seat, live
+from engine_core.runtime.rank_processes import RankProcesses, spawn_ranks
 from engine_core.runtime.ranks import Failure, RanksExecutor, sizes
-from engine_core.runtime.ring import MessageRing
 from engine_core.runtime.source import ModelSource
 from engine_core.runtime.stages import find_decoder
 from engine_core.runtime.transport import RingTransport
@@ -43,15 +35,20 @@ logger = logging.getLogger(__name__)
 
 # A sum over ranks with its norm takes 3 to 4 us on an H200, in which this much is read.
 _SUM_BYTES = 16_000_000
-_STOP_SECONDS = 5.0
 # How long a failing rank's neighbours are looked at for one that was killed.
 _DEATH_SECONDS = 0.5
 
 
 def build_executor(
-    source: ModelSource, config: EngineConfig, compiles: Compiles = NOBODY
+    source: ModelSource,
+    config: EngineConfig,
+    compiles: Compiles = NOBODY,
+    ranks: RankProcesses | None = None,
 ) -> Executor:
     """The executor of ``config.num_ranks`` ranks; ``compiles`` are for one alone.
+
+    ``ranks`` are processes that wait for their executor. If another kind of executor is chosen,
+    or none, their end is the caller's to see to.
 
     Raises:
         OptionError: the devices are not those that the ranks need, or the model cannot be split
@@ -81,7 +78,7 @@ def build_executor(
         if small is not None:
             logger.warning("%s", small)
     if not by_ray:
-        return ProcessExecutor(source, config)
+        return ProcessExecutor(source, config, ranks)
     from engine_core.runtime.ray_executor import RayExecutor
 
     parts = [source.model_class, *map(type, model.modules()), type(source.scheme)]
@@ -176,45 +173,21 @@ def check_stages(config: EngineConfig, model: nn.Module, *, pools: bool) -> None
 
 
 class ProcessExecutor(RanksExecutor):
-    """Every rank in a spawned process; plans go out in shared memory, results come by pipes."""
+    """Every rank in a process of its own; plans go out in shared memory, results come by pipes."""
 
-    def __init__(self, source: ModelSource, config: EngineConfig) -> None:
-        """Start the processes; each opens the model anew from its name and ``config``."""
+    def __init__(
+        self, source: ModelSource, config: EngineConfig, ranks: RankProcesses | None = None
+    ) -> None:
+        """Each of ``ranks``, spawned if none are given, opens the model anew from its name."""
         super().__init__(config, source.device)
-        context = multiprocessing.get_context("spawn")
-        size = config.num_ranks
-        ring = MessageRing(size)
-        self._folder = tempfile.TemporaryDirectory(prefix="engine-core-")
-        # Torch takes what follows as it is: with %20 for a space it would wait for another folder.
-        meeting = f"file://{Path(self._folder.name).absolute()}/rendezvous"
-        self._processes: list[BaseProcess] = []
-        # A rank that waits for one that hangs never reads that this process is gone. Any other
-        # thread may end long before the process.
-        parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            seat = Seat(rank, meeting, gpu=rank)
-            process = context.Process(
-                target=_rank_main,
-                args=(theirs, ring, source.name, config, seat, parent),
-                name=f"engine-core-rank-{rank}",
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            self._connections.append(ours)
-            self._processes.append(process)
-        self._ways = [(RingTransport(ring), self._connections)]
+        self._ranks = ranks or spawn_ranks(source.name, config)
+        self._processes = self._ranks.processes
+        self._connections += self._ranks.connections
+        self._ways = [(RingTransport(self._ranks.ring), self._connections)]
 
     def close(self) -> None:
         """See :class:`RanksExecutor`."""
-        self._hang_up()
-        for process in self._processes:
-            process.join(_STOP_SECONDS)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        self._folder.cleanup()
+        self._ranks.close()
 
     def _receive(self) -> None:
         open_ones = [c for rank, c in enumerate(self._connections) if rank not in self._ended]
@@ -226,14 +199,14 @@ class ProcessExecutor(RanksExecutor):
         for rank, process in enumerate(self._processes):
             if process.sentinel in ready:
                 process.join()
-                self._kill()
+                self._ranks.kill()
                 raise EngineDeadError(_ended(rank, process))
 
     def _fail(self, failures: list[Failure]) -> None:
         if not failures:
             return  # the exit code will say why
         killed = self._killed(failures)
-        self._kill()
+        self._ranks.kill()
         if killed is not None:
             raise EngineDeadError(killed)
         # Ranks that wait for one that is gone fail too, after it.
@@ -254,10 +227,6 @@ class ProcessExecutor(RanksExecutor):
                 return _ended(rank, process)
         return None
 
-    def _kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-
 
 Executor = Worker | RanksExecutor
 """Runs plans on every rank of a model; the results are asked for in the order of the plans."""
@@ -265,23 +234,3 @@ Executor = Worker | RanksExecutor
 
 def _ended(rank: int, process: BaseProcess) -> str:
     return f"the process of rank {rank} ended {own_process.how_ended(process.exitcode)}"
-
-
-def _rank_main(
-    connection: Connection,
-    ring: MessageRing,
-    model: str,
-    config: EngineConfig,
-    seat: Seat,
-    parent: int | None,
-) -> None:
-    """The life of one rank's process; it does not outlive ``parent``, if that is known."""
-    if parent is not None:
-        own_process.die_with(parent)
-    live(connection, RingTransport(ring, seat.rank), model, config, seat)
-    # A thread of the process group may still hold tensors of the last collective. If it frees
-    # them while the interpreter is shut down, the C++ runtime aborts; so it is not shut down.
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, or None
-            stream.flush()
-    os._exit(0)

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections import Counter, deque
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
@@ -21,11 +21,16 @@ from engine_core import own_process
 from engine_core.configs import EngineConfig
 from engine_core.errors import EngineError, ModelError
 from engine_core.plugin_code import described
+from engine_core.runtime.phases import Phases
 from engine_core.runtime.transport import Transport
 
 if TYPE_CHECKING:
+    from engine_core.runtime.capture import Agreement
     from engine_core.runtime.runner import PendingStep
+    from engine_core.runtime.source import ModelSource
+    from engine_core.runtime.stages import StageLink
     from engine_core.runtime.worker import Worker
+    from engine_core.step_context import BuildContext
 
 # How long a rank waits for another's word on a capture. The other may compile kernels meanwhile.
 _AGREE = timedelta(minutes=10)
@@ -108,9 +113,12 @@ def _serve(
             break
         command, *arguments = transport.unpack(message)
         if command == "load":
-            worker = _join(model, config, seat)
+            (config,) = arguments
+            worker, phases = _join(model, config, seat)
+            report = worker.load()
+            phases.update(report.phases)
             with sending:
-                connection.send(("done", worker.load()))
+                connection.send(("done", replace(report, phases=phases)))
             continue
         assert worker is not None, f"{command} before load"
         if command == "start":
@@ -163,19 +171,45 @@ def _backend_of(device: str) -> str:
     return "nccl" if device == "cuda" else "gloo"
 
 
-def _join(model: str, config: EngineConfig, seat: Seat) -> Worker:
-    """Open the model in this process and meet the other ranks."""
+def prepare(config: EngineConfig, seat: Seat) -> None:
+    """Do what any model's rank must do, while the executor is still busy with its own part.
+
+    What fails here fails again where it is needed, and is told then.
+    """
+    own_process.claim()
+    with contextlib.suppress(Exception):
+        import torch
+
+        from engine_core.runtime import rank_memory
+
+        rank_memory.keep_off_multicast()
+        if config.device in ("auto", "cuda") and torch.cuda.is_available():
+            torch.cuda.set_device(_gpu_of(seat))
+            torch.zeros(1, device="cuda")  # which takes the GPU's context
+            import torch.distributed._symmetric_memory
+
+
+def _join(model: str, config: EngineConfig, seat: Seat) -> tuple[Worker, Phases]:
+    """Open the model in this process and meet the other ranks; the seconds of either besides."""
+    from engine_core.runtime.worker import Worker
+
+    phases = Phases()
+    with phases.timed("rank open"):
+        config, source = _open(model, config, seat)
+    with phases.timed("rank meet"):
+        group, link, agreement = _meet(source, config, seat)
+    with phases.timed("rank memory"):
+        context = _context(source, config, seat, group, agreement)
+    return Worker(source, config, context, link, agreement), phases
+
+
+def _open(model: str, config: EngineConfig, seat: Seat) -> tuple[EngineConfig, ModelSource]:
+    """The model, and the config with this rank's device."""
     import torch
-    import torch.distributed
 
     from engine_core.registry import build_registry
-    from engine_core.runtime import capture, rank_memory
     from engine_core.runtime.source import open_model
-    from engine_core.runtime.stages import StageLink
-    from engine_core.runtime.worker import Worker
-    from engine_core.step_context import BuildContext
 
-    rank, size, stages = seat.rank, config.tensor_parallel_size, config.pipeline_parallel_size
     registry = build_registry(config.custom_module_map, plugin_errors=config.plugin_errors)
     if config.device in ("auto", "cuda") and torch.cuda.is_available():
         config = config.replace(device=f"cuda:{_gpu_of(seat)}")
@@ -185,6 +219,19 @@ def _join(model: str, config: EngineConfig, seat: Seat) -> Worker:
     else:
         threads = seat.threads or torch.get_num_threads() // config.num_ranks
         torch.set_num_threads(max(1, threads))
+    return config, source
+
+
+def _meet(
+    source: ModelSource, config: EngineConfig, seat: Seat
+) -> tuple[Any, StageLink | None, Agreement | None]:
+    """The group of this rank's stage, its place among stages, and what captures are agreed by."""
+    import torch.distributed
+
+    from engine_core.runtime import capture, rank_memory
+    from engine_core.runtime.stages import StageLink
+
+    rank, size, stages = seat.rank, config.tensor_parallel_size, config.pipeline_parallel_size
     if source.device.type == "cpu" or "://" in seat.meeting:
         # Unless told otherwise all ranks are on this machine, whatever its host name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -204,16 +251,28 @@ def _join(model: str, config: EngineConfig, seat: Seat) -> Worker:
             for begin in range(0, config.num_ranks, size)
         ]
         group = groups[rank // size]
-    link, agreement, memory = None, None, None
-    if stages > 1:
         link = StageLink(rank // size, stages, rank % size, size, torch.distributed.new_group())
-    elif capture.capturer_of(source.device) is not None:
-        # Hosts speak to each other beside what their devices do.
-        agreement = capture.Agreement(torch.distributed.new_group(timeout=_AGREE, backend="gloo"))
-        if source.device.type == "cuda" and config.rank_sums == "auto":
-            # Before the weights, so that what it takes is known when the cache is planned.
-            memory = rank_memory.share_memory(agreement, group, source.device)
-    context = BuildContext(
-        tp_rank=rank % size, tp_size=size, process_group=group, rank_memory=memory
+        return group, link, None
+    if capture.capturer_of(source.device) is None:
+        return group, None, None
+    # Hosts speak to each other beside what their devices do.
+    talk = torch.distributed.new_group(timeout=_AGREE, backend="gloo")
+    return group, None, capture.Agreement(talk)
+
+
+def _context(
+    source: ModelSource, config: EngineConfig, seat: Seat, group: Any, agreement: Agreement | None
+) -> BuildContext:
+    """The build context of this rank's layers, with memory for sums if there can be some.
+
+    It is taken before the weights, so that it is known when the cache is planned.
+    """
+    from engine_core.runtime import rank_memory
+    from engine_core.step_context import BuildContext
+
+    memory, size = None, config.tensor_parallel_size
+    if agreement is not None and source.device.type == "cuda" and config.rank_sums == "auto":
+        memory = rank_memory.share_memory(agreement, group, source.device)
+    return BuildContext(
+        tp_rank=seat.rank % size, tp_size=size, process_group=group, rank_memory=memory
     )
-    return Worker(source, config, context, link, agreement)

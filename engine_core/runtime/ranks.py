@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -21,6 +22,7 @@ from engine_core.errors import (
 from engine_core.runtime import platform
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.memory import CachePlan
+from engine_core.runtime.phases import Phases
 from engine_core.runtime.runner import PendingStep
 from engine_core.runtime.stages import whole_budget
 from engine_core.runtime.transport import Transport, send
@@ -90,9 +92,11 @@ class RanksExecutor(abc.ABC):
     def load(self) -> WorkerReport:
         """Load the model on every rank: all layers, and a cache budget that every rank has.
 
-        The phases are those of rank 0.
+        The phases are those of rank 0, and how long the ranks took besides.
         """
-        reports: list[WorkerReport] = self._ask_all("load")
+        begin = time.perf_counter()
+        reports: list[WorkerReport] = self._ask_all("load", self._config)
+        seconds = time.perf_counter() - begin
         size = self._config.tensor_parallel_size
         stages = [reports[begin : begin + size] for begin in range(0, len(reports), size)]
         each = [(ranks[0].specs, min(rank.cache_budget for rank in ranks)) for ranks in stages]
@@ -100,7 +104,11 @@ class RanksExecutor(abc.ABC):
         if len(stages) > 1:
             block_size = platform.resolve_block_size(self._config, self._device)
             specs, budget = whole_budget(each, block_size)
-        return WorkerReport(specs, budget, reports[0].phases)
+        phases = reports[0].phases
+        # New processes import what they need before they take the message.
+        waited = Phases({"ranks": max(0.0, seconds - sum(phases.values()))})
+        waited.update(phases)
+        return WorkerReport(specs, budget, waited)
 
     def start(
         self,
