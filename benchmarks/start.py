@@ -81,9 +81,8 @@ def start(model: Path, arguments: argparse.Namespace) -> None:
         llm.generate([[1000] * 64], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
         seconds = time.perf_counter() - BEGIN
         phases = ", ".join(f"{name} {value:.2f}" for name, value in llm.startup.items())
-        print(
-            f"first token after {seconds:.2f} s (imports {imported:.2f}, ready {ready:.2f}: {phases}); {counts}"
-        )
+        before = f"imports {imported:.2f}, ready {ready:.2f}: {phases}"
+        print(f"first token after {seconds:.2f} s ({before}); {counts}")
         if arguments.warm_up:
             llm.warmup()
             print(f"all captured after {time.perf_counter() - BEGIN:.2f} s; {counts}", flush=True)
