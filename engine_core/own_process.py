@@ -106,15 +106,14 @@ def forget_parent(inherited: Iterable[int]) -> None:
     """
     gc.freeze()
     signal.set_wakeup_fd(-1)
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.SIG_DFL)
+    for sent in signal.valid_signals():
+        if callable(signal.getsignal(sent)):
+            signal.signal(sent, signal.SIG_DFL)
     logging.disable(logging.NOTSET)
-    for name in (None, *logging.root.manager.loggerDict):
-        if name is None or name.split(".")[0] == __package__:
-            logger = logging.getLogger(name)
-            logger.handlers.clear()
-            logger.setLevel(logging.WARNING if name is None else logging.NOTSET)
+    own = [name for name in logging.root.manager.loggerDict if name.split(".")[0] == __package__]
+    for logger in (logging.root, *map(logging.getLogger, own)):
+        logger.handlers.clear()
+        logger.setLevel(logging.WARNING if logger is logging.root else logging.NOTSET)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in inherited:

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -186,7 +187,8 @@ def prepare(config: EngineConfig, seat: Seat) -> None:
         if config.device in ("auto", "cuda") and torch.cuda.is_available():
             torch.cuda.set_device(_gpu_of(seat))
             torch.zeros(1, device="cuda")  # which takes the GPU's context
-            import torch.distributed._symmetric_memory
+            for needed in ("torch.distributed._symmetric_memory", "triton"):
+                import_module(needed)
 
 
 def _join(model: str, config: EngineConfig, seat: Seat) -> tuple[Worker, Phases]:
