@@ -117,6 +117,8 @@ def run_model(
 
         run([[1000] * 64], [1])
         started = time.perf_counter() - start
+        phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in llm.startup.items())
+        print(f"{name}, {ranks} ranks: first token after {started:.2f} s ({phases})", flush=True)
         llm.warmup()
         vocab, batches = SHAPES[name]["vocab_size"], arguments.batches
         figures = {"start_s": started}
