@@ -15,6 +15,7 @@ from golden_fixtures import GOLDEN, golden_prompts
 
 from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.errors import EngineDeadError, OptionError, PluginLoadError, WeightsMismatchError
+from engine_core.runtime import rank_processes
 from engine_core.runtime.executor import ProcessExecutor
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -116,6 +117,7 @@ def test_a_custom_module_map_reaches_every_rank(
 ) -> None:
     """No environment variable, no fork: each process reads the file itself."""
     monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", forkserver.spawn_afresh)
+    monkeypatch.setattr(rank_processes, "_why_not", lambda config: "this test wants new processes")
     prompt = golden_prompts("llama-gqa")[2]
     file = tmp_path / "my_family.py"
     file.write_text(
