@@ -328,7 +328,7 @@ def choose_codes_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -
     if not 0 < rows <= (32 if gated else 64):
         return None
     if rows <= 16:
-        enough, stages, registers = 2.2, 2, 128
+        enough, stages, registers = 2.2, 2, 0 if gated else 128
     elif rows <= 32:
         enough, stages, registers = 1.6, 3 if gated else 2, 0 if gated else 168
     else:
