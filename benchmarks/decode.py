@@ -1,7 +1,7 @@
 """Time replays of decode graphs, with rows of equal and of very different lengths.
 
     python benchmarks/decode.py [llama3_8b] [qwen2_0_5b] [--batches 8,32,64,128,256] [--seconds 3]
-        [--profile] [--quantization fp8|int4|int8]
+        [--profile] [--quantization fp8|int4|int8 | --gguf Q4_K]
 
 Weights and cache hold random values: with zeros a card takes less power, and so keeps a higher
 clock. Replays are timed on the device, between CUDA events around 20 of them. There are no prompts,
@@ -120,9 +120,11 @@ def measure(
     profiled: bool,
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
+    gguf: str | None = None,
 ) -> None:
     """Print one line per batch size."""
-    options = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+    options: dict[str, Any] = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+    options["gguf"] = gguf
     with build(name, folder, deterministic=False, **options) as llm:
         runner = llm.engine.core.executor._runner
         graphs = runner._decode_graphs
@@ -153,6 +155,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--quantization", help="fp8, int4 (groups of 128) or int8: the linears")
+    parser.add_argument("--gguf", help="type of a GGUF file's linears; its vocabulary is Q6_K")
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto, fp8 or int8")
     arguments = parser.parse_args()
     batches = [int(part) for part in arguments.batches.split(",")]
@@ -167,6 +170,7 @@ def main() -> None:
                 profiled=arguments.profile,
                 quantization=arguments.quantization,
                 kv_cache_dtype=arguments.kv_cache_dtype,
+                gguf=arguments.gguf,
             )
             release()
 

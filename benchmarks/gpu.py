@@ -67,13 +67,21 @@ def build(
     deterministic: bool,
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
+    gguf: str | None = None,
 ) -> LLM:
-    """The engine with random weights of the shape."""
+    """The engine with random weights of the shape, or of a GGUF file of blocks of this type."""
+    if gguf is None:
+        model = write_config(name, folder / name)
+    else:
+        from benchmarks import gguf_file
+
+        model = gguf_file.write(SHAPES[name], gguf, folder / f"{name}.gguf")
+        quantization = "gguf"
     config = EngineConfig(
         deterministic=deterministic,
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
-        load_format="dummy",
+        load_format="dummy" if gguf is None else "auto",
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         max_model_len=8192,
@@ -81,7 +89,7 @@ def build(
         max_num_batched_tokens=8192,
     )
     own_process.claim()
-    return LLM(str(write_config(name, folder / name)), config)
+    return LLM(str(model), config)
 
 
 def release() -> None:
