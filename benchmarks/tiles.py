@@ -17,6 +17,9 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
 - ``4096x14336.prefetch=8192``: that field of the tile that such linears have.
 - ``prefetch=4``: all tiles fetch so many times as much of the weight before they wait.
 - ``few=64``: so many rows take tiles of 8-bit floats, and more are quantised, whatever the weight.
+- ``products=192,192,64``: rows in 8-bit floats up to which Hopper's own kernel multiplies them by
+  8-bit floats: for results of more than 8192 columns, for others that a norm adds up, and for the
+  rest; ``products=0,0,0`` is cuBLAS.
 - ``parts=0``: heads are filled up to a power of 2; ``filled=0``: shapes that no measured one is
   like have no tile.
 - ``coded=0``: norms and activations quantise no rows; ``scaled=0``: the rotation applies no scales.
@@ -52,9 +55,12 @@ from benchmarks.workloads import SHAPES
 from engine_core.nn.blocks import agree
 
 
-def fields(values: str) -> list[int | str]:
-    """Split at commas; numbers become int."""
-    return [int(part) if part.isdigit() else part for part in values.split(",")]
+def fields(values: str) -> list[Any]:
+    """Split at commas; numbers become int, or float if they have a point."""
+    return [
+        int(part) if part.isdigit() else float(part) if "." in part else part
+        for part in values.split(",")
+    ]
 
 
 @contextlib.contextmanager
@@ -116,6 +122,10 @@ def settings(text: str) -> Iterator[None]:
             elif key == "few":
                 for name in ("MOST_FP8_ROWS", "MOST_LARGE_ROWS"):
                     stack.enter_context(patch.object(linear, name, int(values)))
+            elif key == "products":
+                limits = ("MOST_WIDE_ROWS", "MOST_PARTED_ROWS", "MOST_NARROW_ROWS")
+                for name, rows in zip(limits, fields(values), strict=True):
+                    stack.enter_context(patch.object(linear, name, rows))
             elif key == "parts" and values == "0":
                 stack.enter_context(patch.object(attention, "rest_of", lambda *_: 0))
             elif key == "filled" and values == "0":
@@ -136,7 +146,7 @@ def settings(text: str) -> Iterator[None]:
                 tiles[int(n), int(k)] = None if values == "0" else linear.Tile(*fields(values))
             else:
                 raise SystemExit(f"{setting!r} is none of those that {Path(__file__).name} knows")
-        for name in ("choose_tile", "choose_fp8_tile", "choose_group_tile"):
+        for name in ("choose_tile", "choose_fp8_tile", "choose_group_tile", "choose_codes_tile"):
             chosen = choosing(getattr(linear, name))
             stack.enter_context(patch.object(linear, name, chosen))
         yield

@@ -25,9 +25,10 @@ from engine_core.kernels.attention.call import Call
 from engine_core.kernels.attention.hopper import triton as attention
 from engine_core.kernels.gpu import GPU
 from engine_core.kernels.linear import triton as portable
+from engine_core.kernels.linear.fp8.hopper import triton as products
 from engine_core.kernels.linear.groups.hopper import triton as codes
 from engine_core.kernels.linear.hopper import triton as linear
-from engine_core.kernels.linear.tiles import choose_codes_tile
+from engine_core.kernels.linear.tiles import choose_codes_tile, product_tile
 from engine_core.kernels.segments.hopper import triton as segments
 
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
@@ -79,6 +80,19 @@ def codes_linear(rows: int, ending: str, dtype: torch.dtype) -> None:
     codes.linear(x if ending == "added" else undivided, weight, epilogue, tile)
 
 
+def product(rows: int, n: int, k: int, parted: bool, has_bias: bool) -> None:
+    """Rows in 8-bit floats by a weight of them, by one of Llama 3 8B's shapes."""
+    tile = product_tile(rows, n, k, GPU.of_capability((9, 0)), parted=parted)
+    x, weight = (torch.zeros(size, k).to(torch.float8_e4m3fn) for size in (rows, n))
+    assert products.fits(x, weight)
+    if tile.parts > 1:
+        products.sums_of_parts(x, weight, tile)
+        return
+    scales = (torch.zeros(rows), torch.zeros(n)) if has_bias else (None, None)
+    bias = torch.zeros(n, dtype=BFLOAT16) if has_bias else None
+    products.product(x, scales[0], weight, scales[1], bias, tile, BFLOAT16)
+
+
 def attend(width: int, longest: int, dtype: torch.dtype) -> None:
     """Attention within one segment."""
     q, k, v = torch.zeros(3, longest, 4, width, dtype=dtype)
@@ -106,6 +120,14 @@ LAUNCHES: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "codes-added-64": (codes_linear, (64, "added", FLOAT16)),
     "codes-stored-16": (codes_linear, (16, "stored", BFLOAT16)),
     "codes-stored-32": (codes_linear, (32, "stored", FLOAT16)),
+    "products-1": (product, (1, 28672, 4096, False, True)),
+    "products-parts-16": (product, (16, 4096, 14336, True, False)),
+    "products-17": (product, (17, 6144, 4096, False, False)),
+    "products-parts-96": (product, (96, 4096, 14336, True, False)),
+    "products-wide-32": (product, (32, 28672, 4096, False, True)),
+    "products-wide-150": (product, (150, 28672, 4096, False, True)),
+    "products-wide-192": (product, (192, 28672, 4096, False, True)),
+    "products-wide-256": (product, (256, 28672, 4096, False, True)),
     "segments-64": (attend, (64, 300, BFLOAT16)),
     "segments-64-long": (attend, (64, 2000, BFLOAT16)),
     "segments-80": (attend, (80, 2000, FLOAT16)),
@@ -129,7 +151,7 @@ def resources(cubin: bytes) -> str:
 def main(names: list[str]) -> None:
     """Compile the launches of these names, or all."""
     compiled = compile_launches()
-    modules: tuple[Any, ...] = (linear, codes)
+    modules: tuple[Any, ...] = (linear, codes, products)
     for module in modules:
         module.pdl_options = lambda device: {"PDL": True, "launch_pdl": True}
     for name in names or LAUNCHES:

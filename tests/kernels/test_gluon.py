@@ -23,7 +23,7 @@ from engine_core.kernels import GroupWeight, gpu
 from engine_core.kernels.activation import silu_and_mul
 from engine_core.kernels.launch import gluon
 from engine_core.kernels.launch.gluon import Family, Trial, runs_gluon, support
-from engine_core.kernels.linear.tiles import choose_codes_tile
+from engine_core.kernels.linear.tiles import ProductTile, choose_codes_tile
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 7)
 HOPPER = gpu.GPU.of_capability((9, 0))
@@ -328,6 +328,11 @@ def test_segments_are_tried_on_a_case_that_torch_solves(
 
 
 ENDINGS = ("activated", "gated", "added", "stored")
+PRODUCTS = (
+    (20, ProductTile(64, 2, 4)),
+    (96, ProductTile(128, 1, 3)),
+    (160, ProductTile(256, 1, 4, 8)),
+)
 
 
 def of_codes(dtype: torch.dtype, device: str, *, zeros: bool) -> GroupWeight:
@@ -393,8 +398,8 @@ def test_hoppers_own_kernels_pass_their_trials(
     def like(heads: int, width: int) -> Tensor:
         return torch.empty((1, heads, width), dtype=dtype, device="cuda")
 
-    names = ("attention", "linear", "linear.groups", "segments")
-    attention, linear, codes, segments = map(hopper, names)
+    names = ("attention", "linear", "linear.groups", "linear.fp8", "segments")
+    attention, linear, codes, products, segments = map(hopper, names)
     weight = of_codes(dtype, "cuda", zeros=True)
     tile = choose_codes_tile(1, 4096, 4096, False, HOPPER)
     cases: list[tuple[ModuleType, tuple[Any, ...]]] = [
@@ -404,6 +409,7 @@ def test_hoppers_own_kernels_pass_their_trials(
         *((attention, (like(6, width), 3, 64, True)) for width in (72, 80, 96, 192, 256)),
         *((linear, (like(1, 64)[0], *kind)) for kind in product((False, True), repeat=2)),
         *((codes, (like(1, 4096)[0], weight, tile, ending)) for ending in ENDINGS),
+        *((products, (weight.words.device, torch.bfloat16, *of)) for of in PRODUCTS),
         *((segments, (like(16, width), 640)) for width in (64, 72, 80, 128)),
         (segments, (like(16, 64), 5000)),
     ]
@@ -426,6 +432,7 @@ def test_they_compile_for_a_hopper_gpu_that_is_not_there(tmp_path: Path) -> None
     names = ["8B", "0.5B", "heads-80", "heads-256"]
     names += ["gated-bias", "quick-gelu-bias", "segments-64-long", "segments-80"]
     names += ["codes-gated-1", "codes-gated-32", "codes-added-64", "codes-stored-32"]
+    names += ["products-parts-96", "products-wide-32", "products-wide-192"]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = forkserver.run(
         [sys.executable, str(script), *names],

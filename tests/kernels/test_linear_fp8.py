@@ -11,7 +11,8 @@ from torch import Tensor
 
 from engine_core.kernels import DeferredRMSNorm, Fp8Weight, linear, linear_add_norm
 from engine_core.kernels.gpu import GPU
-from engine_core.kernels.linear import fp8
+from engine_core.kernels.launch.gluon import runs_gluon
+from engine_core.kernels.linear import fp8, tiles
 
 HOPPER, ADA = (GPU.of_capability(capability) for capability in ((9, 0), (8, 9)))
 # All finite numbers of e4m3.
@@ -193,8 +194,8 @@ def test_few_rows_of_hopper_have_a_kernel() -> None:
     shapes += [(1536, 4096), (4096, 1024), (4096, 3584)]
     for n, k in shapes:
         # Rows are quantised sooner for a large weight.
-        most = 16 if n * k >= 4096 * 4096 else 64
-        for rows in (1, 2, 16, most):
+        most = 8 if n * k >= 4096 * 4096 else 64
+        for rows in (1, 2, 8, most):
             assert fp8.has_kernel(rows, n, k, torch.bfloat16, HOPPER), (rows, n, k)
         assert not fp8.has_kernel(most + 1, n, k, torch.bfloat16, HOPPER)
         # Matrix units multiply no float16 by them: it would become numbers in each step.
@@ -207,7 +208,7 @@ def test_few_rows_of_hopper_have_a_kernel() -> None:
 
 
 def test_rows_whose_sums_the_norm_scales() -> None:
-    cases = [(16, HOPPER, False), (17, HOPPER, True), (256, HOPPER, True), (257, HOPPER, False)]
+    cases = [(8, HOPPER, False), (9, HOPPER, True), (256, HOPPER, True), (257, HOPPER, False)]
     for rows, gpu, expected in [*cases, (65, ADA, True), (65, None, False)]:
         got = fp8.adds_residual(rows, 4096, 14336, torch.bfloat16, gpu)
         assert got == expected, (rows, gpu)
@@ -234,7 +235,7 @@ def test_adds_the_residual_whatever_is_chosen(rows: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("blocks", [False, True], ids=["rows", "blocks"])
-@pytest.mark.parametrize("rows", [1, 7, 16, 17, 64, 65, 128, 300])
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 17, 64, 65, 128, 150, 192, 300])
 def test_chosen_kernels(rows: int, blocks: bool) -> None:
     """Whatever is chosen, of many rows with quantised activations where a row has one scale."""
     for n, k, gated in ((6144, 4096, False), (2048, 1024, True), (2048, 14336, False)):
@@ -244,8 +245,70 @@ def test_chosen_kernels(rows: int, blocks: bool) -> None:
         if gated:
             gate, up = expected.chunk(2, -1)
             expected = gate * torch.sigmoid(gate) * up
-        exact = rows <= (16 if n * k >= 4096 * 4096 else 64) or blocks
+        exact = rows <= (8 if n * k >= 4096 * 4096 else 64) or blocks
         got = linear(x, weight, gated=gated)
         away = (got.double() - expected).norm() / expected.norm()
         # e4m3 keeps 4 bits: a relative error of 2.6% a number, unrelated from one to the next.
         assert away < (0.006 if exact else 0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "tile", [(64, 1, 8, 4), (64, 2, 4, 4), (128, 1, 3, 4), (128, 4, 4, 8), (256, 1, 4, 8)]
+)
+@pytest.mark.parametrize("rows", [1, 16, 32, 50, 96, 128, 150, 192])
+def test_products_of_hopper(rows: int, tile: tuple[int, ...]) -> None:
+    """Columns that are not a whole of tiles, and steps that are not a whole of K's parts."""
+    from engine_core.kernels.linear.fp8.hopper import triton as hopper
+
+    if not runs_gluon(torch.device("cuda")):
+        pytest.skip("no GPU or Triton for it")
+    chosen = tiles.ProductTile(*tile)
+    weight = random_weight(400, 1360, False, torch.bfloat16, "cuda")
+    x, scales = fp8.reference_quantize_rows(torch.randn(rows, 1360, device="cuda"))
+    bias = torch.randn(400, device="cuda").bfloat16()
+    assert hopper.fits(x, weight.codes)
+    sums = numbers_of(x.cpu()).cuda() @ numbers_of(weight.codes.cpu()).cuda().T
+    expected = sums * scales.double()[:, None] * weight.scales.double() + bias.double()
+    if chosen.parts > 1:
+        parts = hopper.sums_of_parts(x, weight.codes, chosen)
+        assert parts.shape == (chosen.parts, rows, 400)
+        assert (parts.double().sum(0) - sums).norm() / sums.norm() < 4e-3
+        return
+    given = (x, scales, weight.codes, weight.scales, bias, chosen, torch.bfloat16)
+    got = hopper.product(*given)
+    assert (got.double() - expected).norm() / expected.norm() < 6e-3
+    plain = hopper.product(x, None, weight.codes, None, None, chosen, torch.bfloat16)
+    assert (plain.double() - sums).norm() / sums.norm() < 6e-3
+
+
+def test_tiles_of_products_fit() -> None:
+    """In shared memory and registers, and results in the memory of what they were made of."""
+    shapes = [(28672, 4096), (4096, 14336), (6144, 4096), (1024, 1024), (57344, 8192)]
+    for rows in range(1, 257):
+        first, more = tiles.product_rows(rows)
+        assert rows <= first + more <= 256, rows
+        assert rows > 192 or first + more <= max(8, 2 * rows, rows + 31), rows
+        for n, k in shapes:
+            for parted in (False, True):
+                tile = tiles.product_tile(rows, n, k, HOPPER, parted=parted)
+                of = (rows, n, k, tile)
+                step = (tile.cols + first + more) * 128
+                assert 3 * step <= tile.stages * step <= 226 * 1024, of
+                assert tile.cols * (first + more) <= 192 * 32 * tile.num_warps, of
+                assert first * tile.cols * 2 <= tile.stages * tile.cols * 128, of
+                assert more * tile.cols * 2 <= tile.stages * first * 128, of
+                assert parted or tile.parts == 1, of
+                assert k >= 128 * tile.parts, of
+
+
+def test_many_rows_and_other_gpus_leave_products_to_cublas() -> None:
+    for gpu in (None, ADA):
+        assert tiles.choose_product_tile(32, 28672, 4096, gpu) is None
+    for n, k in ((28672, 4096), (6144, 4096)):
+        assert tiles.choose_product_tile(257, n, k, HOPPER) is None
+        assert tiles.choose_product_tile(32, n, k, HOPPER) is not None
+    # A tile of 128 rows that cuBLAS fills, and one more.
+    assert tiles.choose_product_tile(128, 28672, 4096, HOPPER) is None
+    assert tiles.choose_product_tile(129, 28672, 4096, HOPPER) is not None
+    assert tiles.choose_product_tile(32, 896, 896, HOPPER) is None

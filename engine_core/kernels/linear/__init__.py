@@ -222,9 +222,9 @@ def linear_add_norm(
         if dense and rows and _applies_scales_later(x, weight):
             from engine_core.kernels.norm import triton as norm
 
-            product, scales = fp8.unscaled(x, weight)
+            products, scales = fp8.unscaled_parts(x, weight)
             return norm.sum_add_norm(
-                *(product[None], bias, residual, norm_weight, eps),
+                *(products, bias, residual, norm_weight, eps),
                 norm_bias=norm_bias,
                 centred=centred,
                 offset=norm_offset,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -43,6 +44,22 @@ class Tile:
     least_rows: int = 16
     most_rows: int = 128
     max_registers: int = 0
+
+
+class ProductTile(NamedTuple):
+    """The tile of a product of rows in 8-bit floats by 8-bit floats, on Hopper.
+
+    Attributes:
+        cols: output columns of a program, 64, 128 or 256.
+        parts: of K, whose sums are left to what follows; 1 for a product.
+        stages: tiles in flight.
+        num_warps: warps of a program, 4 for each 192 x 128 results at least.
+    """
+
+    cols: int
+    parts: int
+    stages: int
+    num_warps: int = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,10 +254,11 @@ _FP8_TILES = (
 
 
 # Numbers of a weight from which MOST_LARGE_ROWS take tiles and not MOST_FP8_ROWS. Steps of Llama 3
-# 8B on an H200, by tiles and with rows quantised: 32 rows 4.01 and 3.93 ms, 48 rows 4.80 and 4.29,
-# 64 rows 5.09 and 4.55. Smaller weights were not measured.
+# 8B on an H200, by tiles and with rows quantised: 1 row 2.81 and 2.98 ms, 16 rows 3.42 and 3.26; by
+# tiles and by cuBLAS 32 rows 4.01 and 3.93, 48 rows 4.80 and 4.29, 64 rows 5.09 and 4.55. Smaller
+# weights were not measured.
 LARGE_WEIGHT = 1 << 24
-MOST_FP8_ROWS, MOST_LARGE_ROWS = 64, 16
+MOST_FP8_ROWS, MOST_LARGE_ROWS = 64, 8
 
 
 def choose_fp8_tile(
@@ -268,6 +286,75 @@ def choose_fp8_tile(
     if tile is None or not blocks or tile.mode == "vector":
         return tile
     return replace(tile, block_k=128)
+
+
+# Rows up to which Hopper's own kernel multiplies 8-bit floats by rows in 8-bit floats; cuBLAS
+# multiplies more. For results of more than WIDE columns; for narrower ones that a norm adds up; and
+# for others. us on an H200 of cuBLAS and of this, each with the activation or the norm after it, by
+# 28672x4096, 4096x14336, 4096x4096 and 6144x4096: 16 rows 41.2, 33.1; 22.1, 19.4; 10.5, 8.8; 9.0,
+# 8.1; 64 rows 41.9, 37.6; 22.1, 21.0; 10.5, 9.5; 9.1, 8.3; 128 rows 40.9, 41.2; 24.6, 22.8; 11.2,
+# 10.5; 9.3, 9.2; 160 rows 55.6, 45.1; 27.6, 27.9; 12.2, 13.6; 10.8, 10.8; 192 rows 56.3, 49.9.
+WIDE = 8192
+MOST_WIDE_ROWS, MOST_PARTED_ROWS, MOST_NARROW_ROWS = 192, 128, 64
+# Of wide results those that nearly fill cuBLAS's tiles of 128 rows are left to it.
+FILLED_ROWS = range(65, 129)
+
+
+def choose_product_tile(
+    rows: int, n: int, k: int, gpu: GPU | None, *, parted: bool = False
+) -> ProductTile | None:
+    """The tile for ``rows`` in 8-bit floats by a weight ``[n, k]``, or None where cuBLAS is asked.
+
+    ``parted`` says that what follows adds up parts of K.
+    """
+    if gpu is None or gpu.capability != (9, 0) or k % 16 or k < 1024 or n < 1024:
+        return None
+    most = MOST_WIDE_ROWS
+    if n <= WIDE:
+        most = MOST_PARTED_ROWS if parted else MOST_NARROW_ROWS
+    if not 0 < rows <= most or (n > WIDE and rows in FILLED_ROWS):
+        return None
+    return product_tile(rows, n, k, gpu, parted=parted)
+
+
+def product_rows(rows: int) -> tuple[int, int]:
+    """Rows of the two products of a program, powers of 2 from 8 to 128; the second may be 0.
+
+    Together they are 8 or 16, or the rows up to the next multiple of 32; for more than 192, 256.
+    """
+    if rows <= 16:
+        return 8 if rows <= 8 else 16, 0
+    if rows > 192:
+        return 128, 128
+    padded = -(-rows // 32) * 32
+    first = 1 << (padded.bit_length() - 1)
+    return min(128, first), padded - min(128, first)
+
+
+def product_tile(rows: int, n: int, k: int, gpu: GPU, *, parted: bool) -> ProductTile:
+    """That tile, whether or not cuBLAS is faster.
+
+    Every program reads its rows again from the L2 cache: more rows want more columns a program, as
+    long as all multiprocessors have one. us by 28672x4096 with 64, 128 and 256 columns: 32 rows
+    35.0, 36.1, 35.5; 64 rows 38.3, 38.0, 37.6; 160 rows 48.4, 45.1, 47.7; 192 rows 55.8, 52.8,
+    49.9. By 4096x14336, 64 columns in 2 parts and 128 in 4: 32 rows 19.9, 20.6; 128 rows 22.8,
+    31.0.
+    """
+    padded = sum(product_rows(rows))
+    cols = 64
+    if n > WIDE and padded != 32:
+        large = padded in (64, 192) and n <= 256 * gpu.num_multiprocessors
+        cols = 256 if large else 128
+    programs, parts = -(-n // cols), 1
+    if parted:
+        while parts < 8 and k >= 1024 * parts and programs * parts < 0.75 * gpu.num_multiprocessors:
+            parts *= 2
+    # Two programs share a multiprocessor's memory if there are as many and three tiles are left.
+    step = (cols + padded) * 128
+    stages = 112 * 1024 // step
+    if programs * parts <= gpu.num_multiprocessors or stages < 3:
+        stages = 226 * 1024 // step
+    return ProductTile(cols, parts, min(8, stages), 8 if cols == 256 or padded == 256 else 4)
 
 
 # Rows up to which codes of groups are multiplied as they are. For more they become numbers first,

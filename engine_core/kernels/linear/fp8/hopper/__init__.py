@@ -1,0 +1,1 @@
+"""Products of rows in 8-bit floats by 8-bit floats, on Hopper."""
