@@ -25,7 +25,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from engine_core.kernels.activation.triton import activated
 from engine_core.kernels.launch.gluon import Family, Trial
 from engine_core.kernels.launch.hopper.triton import (
     launch_dependents,
@@ -35,7 +34,17 @@ from engine_core.kernels.launch.hopper.triton import (
     wait,
 )
 from engine_core.kernels.launch.triton import arrival_counts, pdl_options
-from engine_core.kernels.linear.epilogues.triton import Activated, Added, Stored
+from engine_core.kernels.linear.epilogues.hopper.triton import (
+    ask_rows,
+    ask_weights,
+    finish,
+    out_layout,
+    output,
+    partial_offsets,
+    sum_splits,
+    trial_of,
+)
+from engine_core.kernels.linear.epilogues.triton import Added, Stored
 from engine_core.kernels.linear.groups import BLOCK, GroupWeight
 from engine_core.kernels.linear.readers.triton import instructions, offset_of
 from engine_core.kernels.linear.reference import DeferredRMSNorm, taken_apart
@@ -148,191 +157,6 @@ def _halves(words):
     return words.reshape([words.shape[0], 2, 32]).permute((0, 2, 1)).split()
 
 
-@gluon.constexpr_function
-def _out_layout(rows, cols, warps, halves):
-    """Where threads have results ``[rows, cols]``: neighbours in neighbouring columns.
-
-    With ``halves`` a thread that has a column of the left half has that of the right one too.
-    """
-    each = 4 if rows * cols >= 128 * warps else 2
-    lanes = min(32, cols // each // (2 if halves else 1))
-    return gl.BlockedLayout([1, each], [32 // lanes, lanes], [warps, 1], [1, 0])
-
-
-@gluon.jit
-def _output(tile, in_tile, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """The output that a column of a tile is; of heads, the left half rotates with the right one."""
-    col = tile * BLOCK_N
-    if HEAD_DIM:
-        HALF: gl.constexpr = BLOCK_N // 2
-        first = col // HEAD_DIM * HEAD_DIM + col % HEAD_DIM // 2
-        output = first + in_tile % HALF + in_tile // HALF * (HEAD_DIM // 2)
-    else:
-        output = col + in_tile
-    return output
-
-
-@gluon.jit
-def _rounded(x, like):
-    """``x`` rounded to the type of what ``like`` points to, in float32."""
-    return x.to(like.dtype.element_ty).to(gl.float32)
-
-
-@gluon.jit
-def _activate(epilogue, total, up, rows, row_mask, cols, N):
-    """As :class:`Activated`."""
-    if epilogue.ACTIVATION is not None:
-        total = activated(_rounded(total, epilogue.out), epilogue.ACTIVATION)
-    if epilogue.GATED:
-        total *= _rounded(up, epilogue.out)
-    offsets = gl.expand_dims(rows.to(gl.int64), 1) * N + gl.expand_dims(cols, 0)
-    mask = gl.expand_dims(row_mask, 1) & gl.expand_dims(cols < N, 0)
-    gl.store(epilogue.out + offsets, total.to(epilogue.out.dtype.element_ty), mask=mask)
-
-
-@gluon.jit
-def _add_and_weigh(epilogue, tile, tiles, total, rows, row_mask, cols, N):
-    """As :class:`Added`."""
-    ELEMENT: gl.constexpr = epilogue.out.dtype.element_ty
-    offsets = gl.expand_dims(rows.to(gl.int64), 1) * N + gl.expand_dims(cols, 0)
-    mask = gl.expand_dims(row_mask, 1) & gl.expand_dims(cols < N, 0)
-    residual = gl.load(epilogue.residual + offsets, mask=mask, other=0.0).to(gl.float32)
-    total = (_rounded(total, epilogue.out) + residual).to(ELEMENT)
-    gl.store(epilogue.total + offsets, total, mask=mask)
-    total = gl.where(mask, total.to(gl.float32), 0.0)
-    squares = gl.sum(total * total, axis=1)
-    gl.store(epilogue.squares + rows.to(gl.int64) * tiles + tile, squares, mask=row_mask)
-    weight = gl.load(epilogue.norm_weight + cols, mask=cols < N, other=0.0).to(gl.float32)
-    if epilogue.OFFSET != 0:
-        weight += epilogue.OFFSET
-    gl.store(epilogue.out + offsets, (total * gl.expand_dims(weight, 0)).to(ELEMENT), mask=mask)
-
-
-@gluon.jit
-def _store_pairs(ptrs, dims, a, b, mask, HALF: gl.constexpr):
-    gl.store(ptrs + dims, a, mask=mask)
-    gl.store(ptrs + dims + HALF, b, mask=mask)
-
-
-@gluon.jit
-def _store_in_cache(cache, strides, head, slots, dims, a, b, mask, SIZE, HALF: gl.constexpr):
-    """Store pairs of a head in its cache, of blocks of SIZE; not where slots are negative."""
-    block_stride, slot_stride, head_stride = strides
-    ptrs = cache + (slots // SIZE * block_stride + slots % SIZE * slot_stride + head * head_stride)
-    stored = mask & gl.expand_dims(slots >= 0, 1)
-    _store_pairs(gl.expand_dims(ptrs, 1), dims, a, b, stored, HALF)
-
-
-@gluon.jit
-def _rotate_and_store(epilogue, col, total, first_row, num_rows):
-    """As :class:`Stored`, of a tile that is a head or a part of one, without a norm or codes."""
-    ELEMENT: gl.constexpr = epilogue.out.dtype.element_ty
-    D: gl.constexpr = epilogue.HEAD_DIM
-    HALF: gl.constexpr = D // 2
-    ROWS: gl.constexpr = total.shape[0]
-    PAIRS: gl.constexpr = total.shape[1] // 2
-    OUT: gl.constexpr = _out_layout(ROWS, PAIRS, gl.num_warps(), False)
-    pairs = total.reshape([ROWS, 2, PAIRS]).permute((0, 2, 1)).split()
-    a = gl.convert_layout(_rounded(pairs[0], epilogue.out), OUT)
-    b = gl.convert_layout(_rounded(pairs[1], epilogue.out), OUT)
-    rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, OUT)).to(gl.int64)
-    row_mask = rows < num_rows
-    dims = col % D // 2 + gl.arange(0, PAIRS, gl.SliceLayout(0, OUT))
-    head = col // D
-    mask = gl.expand_dims(row_mask, 1) & gl.expand_dims(dims < HALF, 0)
-    dims = gl.expand_dims(dims, 0)
-    if epilogue.cos is not None:  # noqa: SIM102
-        # Only the outer one is known to the compiler.
-        if head < epilogue.NUM_HEADS + epilogue.NUM_KV_HEADS:
-            places = gl.expand_dims(rows, 1) * HALF + dims
-            cos = gl.load(epilogue.cos + places, mask=mask, other=0.0)
-            sin = gl.load(epilogue.sin + places, mask=mask, other=0.0)
-            # As engine_core.kernels.rotary.triton.rotated.
-            turned = gl.fma(a, cos, -(b * sin))
-            b = gl.fma(b, cos, a * sin)
-            a = turned
-    a = a.to(ELEMENT)
-    b = b.to(ELEMENT)
-    if head < epilogue.NUM_HEADS:
-        out = epilogue.out + gl.expand_dims(rows, 1) * (epilogue.NUM_HEADS * D) + head * D
-        _store_pairs(out, dims, a, b, mask, HALF)
-    else:
-        slots = gl.load(epilogue.slots + rows, mask=row_mask, other=-1)
-        kv_head = head - epilogue.NUM_HEADS
-        if kv_head < epilogue.NUM_KV_HEADS:
-            _store_in_cache(
-                epilogue.k_cache, epilogue.k_strides, kv_head, slots, dims, a, b, mask,
-                epilogue.BLOCK_SIZE, HALF,
-            )  # fmt: skip
-        else:
-            _store_in_cache(
-                epilogue.v_cache, epilogue.v_strides, kv_head - epilogue.NUM_KV_HEADS, slots, dims,
-                a, b, mask, epilogue.BLOCK_SIZE, HALF,
-            )  # fmt: skip
-
-
-@gluon.jit
-def _finish(
-    epilogue, total, up, bias_ptr, squares_ptr, eps, first_row, num_rows, N, K, KIND: gl.constexpr,
-    SQUARES: gl.constexpr, HEAD_DIM: gl.constexpr,
-):  # fmt: skip
-    """Apply the epilogue to products ``[BLOCK_M, BLOCK_N]``."""
-    OUT: gl.constexpr = total.type.layout
-    BLOCK_N: gl.constexpr = total.shape[1]
-    tile = gl.program_id(0)
-    rows = first_row + gl.arange(0, total.shape[0], gl.SliceLayout(1, OUT))
-    in_tile = gl.arange(0, BLOCK_N, gl.SliceLayout(0, OUT))
-    cols = _output(tile, in_tile, BLOCK_N, HEAD_DIM)
-    row_mask = rows < num_rows
-    if SQUARES:
-        PARTS: gl.constexpr = triton.next_power_of_2(SQUARES)
-        parts = gl.arange(0, PARTS, gl.SliceLayout(0, OUT))
-        places = gl.expand_dims(rows.to(gl.int64), 1) * SQUARES + gl.expand_dims(parts, 0)
-        inside = gl.expand_dims(row_mask, 1) & gl.expand_dims(parts < SQUARES, 0)
-        squares = gl.sum(gl.load(squares_ptr + places, mask=inside, other=0.0), axis=1)
-        inverse = gl.expand_dims(1.0 / gl.sqrt(squares / K + eps), 1)
-        total *= inverse
-        if epilogue.GATED:
-            up *= inverse
-    if bias_ptr is not None:
-        bias = gl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(gl.float32)
-        total += gl.expand_dims(bias, 0)
-        if epilogue.GATED:
-            bias = gl.load(bias_ptr + N + cols, mask=cols < N, other=0.0).to(gl.float32)
-            up += gl.expand_dims(bias, 0)
-    if KIND == "stored":
-        _rotate_and_store(epilogue, tile * BLOCK_N, total, first_row, num_rows)
-    elif KIND == "added":
-        _add_and_weigh(epilogue, tile, gl.num_programs(0), total, rows, row_mask, cols, N)
-    else:
-        _activate(epilogue, total, up, rows, row_mask, cols, N)
-
-
-@gluon.jit
-def _partial_offsets(
-    tile, first_row, num_rows, N, ROWS: gl.constexpr, COLS: gl.constexpr, LAYOUT: gl.constexpr
-):
-    """From the start of a split's results, by the order of tiles, and whether they are inside."""
-    rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    cols = tile * COLS + gl.arange(0, COLS, gl.SliceLayout(0, LAYOUT))
-    mask = gl.expand_dims(rows < num_rows, 1) & gl.expand_dims(cols < N, 0)
-    return gl.expand_dims(rows, 1) * N + gl.expand_dims(cols, 0), mask
-
-
-@gluon.jit
-def _sum_splits(
-    partial_ptr, tile, first_row, num_rows, N, size, SPLITS: gl.constexpr, ROWS: gl.constexpr,
-    COLS: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """The splits' results, always added in the same order."""
-    offsets, mask = _partial_offsets(tile, first_row, num_rows, N, ROWS, COLS, LAYOUT)
-    ptrs = partial_ptr + offsets
-    acc = gl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
-    for split in gl.static_range(1, SPLITS):
-        acc += gl.load(ptrs + split * size, mask=mask, other=0.0, cache_modifier=".cg")
-    return acc
-
-
 @gluon.jit(do_not_specialize=["num_rows", "K", "GROUPS"])
 def _linear_kernel(
     codes_desc,
@@ -400,7 +224,7 @@ def _linear_kernel(
         mbarrier.init(full.index(stage), count=1)
     fence_async_shared()
     sync_threads()
-    col = _output(tile, 0, BLOCK_N, HEAD_DIM)
+    col = output(tile, 0, BLOCK_N, HEAD_DIM)
     apart = HEAD_DIM // 2 if HEAD_DIM else N
     # The weight is older than all kernels: its first tiles do not wait for x.
     for stage in gl.static_range(STAGES):
@@ -411,10 +235,10 @@ def _linear_kernel(
             there,
         )  # fmt: skip
     # Rows beyond the last one read it once more.
-    outs = _output(tile, gl.arange(0, BLOCK_N, gl.SliceLayout(1, ACC)), BLOCK_N, HEAD_DIM)
+    outs = output(tile, gl.arange(0, BLOCK_N, gl.SliceLayout(1, ACC)), BLOCK_N, HEAD_DIM)
     rows = gl.minimum(outs, N - 1)
     word_rows = gl.arange(0, BLOCK_N, gl.SliceLayout(1, WORDS))
-    word_rows = gl.minimum(_output(tile, word_rows, BLOCK_N, HEAD_DIM), N - 1)
+    word_rows = gl.minimum(output(tile, word_rows, BLOCK_N, HEAD_DIM), N - 1)
     scales = _groups_of(scales_ptr, low, rows, N * PARTS, GROUPS, SPAN, PAIRS)
     zeros = scales
     up_scales = scales
@@ -504,19 +328,24 @@ def _linear_kernel(
 
     if epilogue.LATE:
         launch_dependents(PDL)
-    OUT: gl.constexpr = _out_layout(BLOCK_M, BLOCK_N, WARPS, HEAD_DIM > 0)
+    OUT: gl.constexpr = out_layout(BLOCK_M, BLOCK_N, WARPS, HEAD_DIM > 0)
     acc = acc.permute((1, 0))
     up = up.permute((1, 0))
+    SHAPE: gl.constexpr = (BLOCK_M, BLOCK_N)
     if SPLITS == 1:
-        _finish(
-            epilogue, gl.convert_layout(acc, OUT), gl.convert_layout(up, OUT), bias_ptr,
-            squares_ptr, eps, first_row, num_rows, N, K, KIND, SQUARES, HEAD_DIM,
+        weights = ask_weights(epilogue, bias_ptr, tile, N, SHAPE, KIND, HEAD_DIM)
+        asked = ask_rows(
+            epilogue, squares_ptr, first_row, num_rows, tile, N, SHAPE, KIND, SQUARES, HEAD_DIM
+        )
+        finish(
+            epilogue, gl.convert_layout(acc, OUT), gl.convert_layout(up, OUT), weights, asked, eps,
+            first_row, num_rows, tile, gl.num_programs(0), N, K, SHAPE, KIND, SQUARES, HEAD_DIM,
         )  # fmt: skip
     else:
         part = num_rows * N
         size = part * PARTS
         PRODUCTS: gl.constexpr = acc.type.layout
-        offsets, mask = _partial_offsets(tile, first_row, num_rows, N, BLOCK_M, BLOCK_N, PRODUCTS)
+        offsets, mask = partial_offsets(tile, first_row, num_rows, N, BLOCK_M, BLOCK_N, PRODUCTS)
         gl.store(partial_ptr + split * size + offsets, acc, mask=mask)
         if GATED:
             gl.store(partial_ptr + split * size + part + offsets, up, mask=mask)
@@ -524,18 +353,22 @@ def _linear_kernel(
         sync_threads()
         if gl.atomic_add(arrivals_ptr, 1, sem="acq_rel") == SPLITS - 1:
             gl.store(arrivals_ptr, 0)
-            total = _sum_splits(
+            total = sum_splits(
                 partial_ptr, tile, first_row, num_rows, N, size, SPLITS, BLOCK_M, BLOCK_N, OUT
             )
             total_up = total
             if GATED:
-                total_up = _sum_splits(
+                total_up = sum_splits(
                     partial_ptr + part, tile, first_row, num_rows, N, size, SPLITS, BLOCK_M,
                     BLOCK_N, OUT,
                 )  # fmt: skip
-            _finish(
-                epilogue, total, total_up, bias_ptr, squares_ptr, eps, first_row, num_rows, N, K,
-                KIND, SQUARES, HEAD_DIM,
+            weights = ask_weights(epilogue, bias_ptr, tile, N, SHAPE, KIND, HEAD_DIM)
+            asked = ask_rows(
+                epilogue, squares_ptr, first_row, num_rows, tile, N, SHAPE, KIND, SQUARES, HEAD_DIM
+            )
+            finish(
+                epilogue, total, total_up, weights, asked, eps, first_row, num_rows, tile,
+                gl.num_programs(0), N, K, SHAPE, KIND, SQUARES, HEAD_DIM,
             )  # fmt: skip
 
 
@@ -593,48 +426,9 @@ def _trial(like: Tensor, of: GroupWeight, tile: Tile, block_m: int, ending: str)
     if of.zeros is not None:
         held = zeros.view(torch.int8).T.reshape(weight.scales.shape).contiguous()
         weight, numbers = replace(weight, zeros=held), given.float() - spread(zeros)
-    x, residual, norm_weight = normal(rows, k), normal(rows, n) / 2, normal(n) / 2
+    x = normal(rows, k)
     product = x.float() @ (numbers * spread(scales)).T
-    if ending == "stored":
-        return _trial_of_heads(x, weight, product, tile)
-    if ending == "added":
-        total = product + residual.float()
-        squares = total.square().mean(1, keepdim=True)
-        expected = torch.cat((total * norm_weight.float(), total, squares), 1)
-    elif ending == "gated":
-        gate, up = product.chunk(2, -1)
-        expected = torch.nn.functional.silu(gate) * up
-    else:
-        expected = product
-
-    def run() -> Tensor:
-        if ending != "added":
-            return linear(x, weight, Activated.of(x, n, ending == "gated"), tile)
-        added = Added.of(residual, norm_weight, tile)
-        out = linear(x, weight, added, tile)
-        squares = added.squares.sum(1, keepdim=True) / n
-        return torch.cat((out, added.total, squares.to(out.dtype)), 1)
-
-    return Trial(run, expected)
-
-
-def _trial_of_heads(x: Tensor, weight: GroupWeight, product: Tensor, tile: Tile) -> Trial:
-    """Two heads of queries and one of keys and values, of two tiles each."""
-    rows, dim = len(x), 2 * tile.block_n
-    angles = torch.arange(rows * dim // 2, device=x.device).view(rows, 1, -1) / 7
-    a, b = product.view(rows, 4, 2, -1)[:, :3].unbind(2)
-    turned = (a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin())
-    expected = torch.cat((torch.cat(turned, -1).flatten(1), product[:, 3 * dim :]), 1)
-
-    def run() -> Tensor:
-        caches = x.new_zeros(2, rows, 1, 1, dim)
-        slots = torch.arange(rows, device=x.device).flip(0)
-        cos, sin = angles.cos().flatten(1), angles.sin().flatten(1)
-        stored = Stored.of(4 * dim, cos, sin, caches[0], caches[1], slots, False)
-        q = linear(x, weight, stored, tile)
-        return torch.cat((q.flatten(1), *(cache.flip(0).view(rows, -1) for cache in caches)), 1)
-
-    return Trial(run, expected)
+    return trial_of(ending, x, product, tile, lambda epilogue: linear(x, weight, epilogue, tile))
 
 
 def _block_m(tile: Tile, rows: int) -> int:

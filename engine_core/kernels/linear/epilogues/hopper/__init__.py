@@ -1,0 +1,1 @@
+"""What becomes of the products of linears of few rows on Hopper, in Gluon."""
