@@ -112,6 +112,25 @@ def test_kernel(
             assert error(got, expected) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_weights_that_wait_in_registers_give_the_same_bits(
+    gated: bool, monkeypatch: pytest.MonkeyPatch, launch_device: str
+) -> None:
+    from engine_core.kernels.linear import triton
+
+    x, weight, bias = case(1, 40, 264, torch.float16, launch_device)
+    outs = []
+    for most in (96, 0):
+        monkeypatch.setattr(tiles, "HELD_REGISTERS", most)
+        tile = tiles.Tile(4, 64, 1, "vector")
+        held = tiles.tiles_held(tile, 10, 264, gated, 8)
+        assert held == (5 if most else 0)
+        epilogue = triton.Activated.of(x, len(weight), gated)
+        outs.append(triton.linear(x, triton.DenseWeight(weight), epilogue, tile, bias))
+    assert torch.equal(*outs)
+    assert error(outs[0], formula(x, weight, bias, gated)) < TOLERANCE[torch.float16]
+
+
 ACTIVATIONS: list[tuple[str, bool]] = [
     (activation, gated) for activation in ("silu", "gelu", "gelu_tanh") for gated in (False, True)
 ]

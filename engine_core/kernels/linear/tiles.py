@@ -186,9 +186,13 @@ def choose_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -> Tile
     if rows > table.most_rows or k % 8:
         return None
     tile = _fitting(table.tiles, rows, n, k, gated)
-    if tile is None and gpu is not None and table is HOPPER:
-        tile = _few_rows_tile(rows, n, k, gated, gpu)
-    return tile
+    if gpu is None or table is not HOPPER:
+        return tile
+    if rows == 1 and gated and n >= 1024 and k >= 512:
+        held = Tile(4, 1024, 1, "vector", 4, 3)
+        if tiles_held(held, -(-n // (2 * held.block_n)), k, gated, gpu.num_multiprocessors):
+            return held
+    return tile or _few_rows_tile(rows, n, k, gated, gpu)
 
 
 def _few_rows_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU) -> Tile | None:
@@ -224,6 +228,26 @@ def _fitting(table: tuple[Shapes, ...], rows: int, n: int, k: int, gated: bool) 
         ):
             return shapes.tile
     return None
+
+
+# Registers of a thread at most in which a weight waits, those that a program needs beside them, and
+# those of a multiprocessor.
+HELD_REGISTERS, _OTHER_REGISTERS, _REGISTERS = 96, 24, 65536
+
+
+def tiles_held(tile: Tile, programs: int, k: int, gated: bool, multiprocessors: int) -> int:
+    """Tiles of a run of K if all of them can wait for x in registers, or 0. Of 16-bit numbers.
+
+    What is asked for before the wait is on its way while the kernel before ends: the launch takes
+    as long as reading the weight or as waiting, not both. That is so where nearly all programs of
+    the launch have room at once.
+    """
+    count = -(-k // (tile.splits * tile.block_k))
+    threads = 32 * tile.num_warps
+    registers = count * tile.block_n * tile.block_k * (2 if gated else 1) // (2 * threads)
+    used = programs * threads * (registers + _OTHER_REGISTERS)
+    fits = registers <= HELD_REGISTERS and used <= 1.1 * multiprocessors * _REGISTERS
+    return count if fits else 0
 
 
 # By 8-bit floats, whose codes become 16 bits in registers: "wx" multiplies from there. On an H200,

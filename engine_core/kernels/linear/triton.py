@@ -14,13 +14,14 @@ from engine_core.kernels.launch.triton import (
     arrival_counts,
     arrives_last,
     launch_dependents,
+    num_multiprocessors,
     pdl_options,
     wait,
 )
 from engine_core.kernels.linear.epilogues.triton import Activated, Added, Stored, place_of
 from engine_core.kernels.linear.readers.triton import DenseWeight, Fp8Reader, reader_of
 from engine_core.kernels.linear.reference import DeferredRMSNorm, taken_apart
-from engine_core.kernels.linear.tiles import Tile
+from engine_core.kernels.linear.tiles import Tile, tiles_held
 
 __all__ = [
     "Activated",
@@ -192,7 +193,8 @@ def _linear_kernel(
     BLOCK_SQUARES: tl.constexpr,
     EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
-    PRELOAD: tl.constexpr,
+    HELD: tl.constexpr,
+    ALL_HELD: tl.constexpr,
     PREFETCH_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -202,7 +204,7 @@ def _linear_kernel(
     N is the number of output columns; if the epilogue is GATED, the weight has 2 N rows, gate then
     up. ``partial`` is ``[SPLITS, 1 or 2, num_rows, N]`` float32; the last program to arrive of a
     tile, or of those that are finished TOGETHER, adds it up. With SQUARES, x still lacks RMSNorm's
-    division, which is made up for at the end.
+    division, which is made up for at the end. HELD tiles of the weight wait for x in registers.
     """
     # Parts that are scaled together become one operand, whose products are waited for once. Those
     # of parts, read from registers, would each be waited for, unless they add to acc (Triton 3.6).
@@ -230,11 +232,14 @@ def _linear_kernel(
     w_cursor = reader.begin(reader, w_rows, cols, K)
     if epilogue.GATED:
         up_cursor = reader.begin(reader, w_rows + N, cols, K)
-    if PRELOAD:
-        # The weight is older than all kernels: its first tile waits for x in registers.
-        w_first, w_cursor = reader.load(reader, w_cursor, cols < high, EVEN_K)
+    # The weight is older than all kernels: its first tiles wait for x in registers.
+    held = ()
+    for step in tl.static_range(HELD):
+        w, w_cursor = reader.load(reader, w_cursor, cols + step * BLOCK_K < high, EVEN_K)
+        held += (w,)
         if epilogue.GATED:
-            up_first, up_cursor = reader.load(reader, up_cursor, cols < high, EVEN_K)
+            w, up_cursor = reader.load(reader, up_cursor, cols + step * BLOCK_K < high, EVEN_K)
+            held += (w,)
     wait(PDL)
 
     row_mask = place.row_mask
@@ -259,22 +264,25 @@ def _linear_kernel(
     asked = epilogue.ask(epilogue, whole)
     acc = _zeros(MODE, BLOCK_M, BLOCK_N, WIDTH)
     up = _zeros(MODE, BLOCK_M, BLOCK_N, WIDTH)
-    if PRELOAD:
+    for step in tl.static_range(HELD):
         x = _load_x(reader, x_ptrs, row_mask, low + places, high, JOINED, EVEN_K)
-        acc = _multiply(reader, acc, x, w_first, MODE, JOINED, PRECISION)
         if epilogue.GATED:
-            up = _multiply(reader, up, x, up_first, MODE, JOINED, PRECISION)
+            acc = _multiply(reader, acc, x, held[2 * step], MODE, JOINED, PRECISION)
+            up = _multiply(reader, up, x, held[2 * step + 1], MODE, JOINED, PRECISION)
+        else:
+            acc = _multiply(reader, acc, x, held[step], MODE, JOINED, PRECISION)
         x_ptrs += BLOCK_K
         low += BLOCK_K
-    for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
-        k_mask = start + tl.arange(0, BLOCK_K) < high
-        x = _load_x(reader, x_ptrs, row_mask, start + places, high, JOINED, EVEN_K)
-        w, w_cursor = reader.load(reader, w_cursor, k_mask, EVEN_K)
-        acc = _multiply(reader, acc, x, w, MODE, JOINED, PRECISION)
-        if epilogue.GATED:
-            w, up_cursor = reader.load(reader, up_cursor, k_mask, EVEN_K)
-            up = _multiply(reader, up, x, w, MODE, JOINED, PRECISION)
-        x_ptrs += BLOCK_K
+    if not ALL_HELD:
+        for start in tl.range(low, high, BLOCK_K, num_stages=STAGES):
+            k_mask = start + tl.arange(0, BLOCK_K) < high
+            x = _load_x(reader, x_ptrs, row_mask, start + places, high, JOINED, EVEN_K)
+            w, w_cursor = reader.load(reader, w_cursor, k_mask, EVEN_K)
+            acc = _multiply(reader, acc, x, w, MODE, JOINED, PRECISION)
+            if epilogue.GATED:
+                w, up_cursor = reader.load(reader, up_cursor, k_mask, EVEN_K)
+                up = _multiply(reader, up, x, w, MODE, JOINED, PRECISION)
+            x_ptrs += BLOCK_K
     if epilogue.LATE:
         launch_dependents(PDL)
     acc = reader.scale(reader, w_cursor, _rows_by_cols(acc, MODE))
@@ -320,7 +328,8 @@ def linear(
     values, squares, eps = taken_apart(x)
     rows = values.reshape(-1, values.shape[-1])
     num_rows, k = rows.shape
-    n = reader.shape[0] // 2 if epilogue.GATED.value else reader.shape[0]
+    gated = epilogue.GATED.value
+    n = reader.shape[0] // 2 if gated else reader.shape[0]
     block_m = 1
     if tile.mode != "vector":
         block_m = min(tile.most_rows, max(tile.least_rows, triton.next_power_of_2(num_rows)))
@@ -329,9 +338,15 @@ def linear(
     together = max(1, epilogue.WHOLE.value // tile.block_n)
     partial = arrivals = None
     if tile.splits * together > 1:
-        shape = (tile.splits, 2 if epilogue.GATED.value else 1, num_rows, n)
+        shape = (tile.splits, 2 if gated else 1, num_rows, n)
         partial = torch.empty(shape, dtype=torch.float32, device=rows.device)
         arrivals = arrival_counts(rows.device, tiles * blocks)
+    held = 0
+    if tile.mode == "vector":
+        all_held = reader.PARTS.value == 1 and tiles_held(
+            tile, tiles * tile.splits, k, gated, num_multiprocessors(rows.device)
+        )
+        held = all_held or 1
     # One request a thread.
     parts = max(1, 32 * tile.num_warps // tile.block_n)
     _linear_kernel[(tiles, tile.splits, blocks)](
@@ -358,8 +373,9 @@ def linear(
         BLOCK_SQUARES=1 if squares is None else triton.next_power_of_2(squares.shape[1]),
         EVEN_K=k % (tile.block_k * tile.splits) == 0,
         STAGES=tile.num_stages,
-        # Its tiles are small enough to be kept in registers.
-        PRELOAD=tile.mode == "vector",
+        HELD=held,
+        # Without a loop a program has a third less registers, and no shared memory.
+        ALL_HELD=held * tile.block_k * tile.splits >= k,
         PREFETCH_PARTS=parts,
         PRECISION="ieee" if rows.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps,
