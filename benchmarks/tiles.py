@@ -22,6 +22,8 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
   rest; ``products=0,0,0`` is cuBLAS.
 - ``parts=0``: heads are filled up to a power of 2; ``filled=0``: shapes that no measured one is
   like have no tile.
+- ``held=2,64``: weights that have room wait in shared memory with so many rows, none with 1,0;
+  ``registers=96``: weights of one row wait in so many registers of a thread at most.
 - ``coded=0``: norms and activations quantise no rows; ``scaled=0``: the rotation applies no scales.
 
 Random weights and a random cache, as in ``decode.py``; rows of 1030 tokens, and of 200 to 1860 at
@@ -130,6 +132,12 @@ def settings(text: str) -> Iterator[None]:
                 stack.enter_context(patch.object(attention, "rest_of", lambda *_: 0))
             elif key == "filled" and values == "0":
                 stack.enter_context(patch.object(linear, "_few_rows_tile", lambda *_: None))
+            elif key == "held":
+                first, last = fields(values)
+                stack.enter_context(patch.object(linear, "HELD_FROM", first))
+                stack.enter_context(patch.object(linear, "HELD_TO", last))
+            elif key == "registers":
+                stack.enter_context(patch.object(linear, "HELD_REGISTERS", int(values)))
             elif key == "prefetch":
                 times = int(values)
             elif key == "coded" and values == "0":
@@ -146,7 +154,13 @@ def settings(text: str) -> Iterator[None]:
                 tiles[int(n), int(k)] = None if values == "0" else linear.Tile(*fields(values))
             else:
                 raise SystemExit(f"{setting!r} is none of those that {Path(__file__).name} knows")
-        for name in ("choose_tile", "choose_fp8_tile", "choose_group_tile", "choose_codes_tile"):
+        for name in (
+            "choose_tile",
+            "choose_held_tile",
+            "choose_fp8_tile",
+            "choose_group_tile",
+            "choose_codes_tile",
+        ):
             chosen = choosing(getattr(linear, name))
             stack.enter_context(patch.object(linear, name, chosen))
         yield

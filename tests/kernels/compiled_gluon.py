@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import triton
 from compiled_ahead import compile_launches
+from torch import Tensor
 
 from engine_core.kernels import DeferredRMSNorm, GroupWeight
 from engine_core.kernels.attention.call import Call
@@ -27,8 +28,14 @@ from engine_core.kernels.gpu import GPU
 from engine_core.kernels.linear import triton as portable
 from engine_core.kernels.linear.fp8.hopper import triton as products
 from engine_core.kernels.linear.groups.hopper import triton as codes
+from engine_core.kernels.linear.held.hopper import triton as held
 from engine_core.kernels.linear.hopper import triton as linear
-from engine_core.kernels.linear.tiles import choose_codes_tile, product_tile
+from engine_core.kernels.linear.tiles import (
+    Tile,
+    choose_codes_tile,
+    choose_held_tile,
+    product_tile,
+)
 from engine_core.kernels.segments.hopper import triton as segments
 
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
@@ -60,6 +67,24 @@ def quick_gelu_linear(dtype: torch.dtype, has_bias: bool) -> None:
     linear.quick_gelu_linear(x, weight, weight[:, 0].contiguous() if has_bias else None)
 
 
+def undivided(rows: int, k: int, dtype: torch.dtype) -> DeferredRMSNorm:
+    """Rows whose norm is left to be divided."""
+    return DeferredRMSNorm(torch.zeros(rows, k, dtype=dtype), torch.zeros(rows, 64), 1e-5)
+
+
+def epilogue_of(ending: str, rows: int, n: int, head_dim: int, x: Tensor, tile: Tile) -> Any:
+    """What follows the products of ``x [rows, K]``."""
+    residual = torch.zeros(rows, n, dtype=x.dtype)
+    if ending == "added":
+        return portable.Added.of(residual, residual[0], tile)
+    if ending == "stored":
+        cache = torch.zeros(8, 16, 2, head_dim, dtype=x.dtype)
+        angles = torch.zeros(rows, head_dim // 2)
+        slots = torch.zeros(rows, dtype=torch.int64)
+        return portable.Stored.of(n, angles, angles, cache, cache, slots, False)
+    return portable.Activated.of(x, n, ending == "gated")
+
+
 def codes_linear(rows: int, ending: str, dtype: torch.dtype) -> None:
     """A linear of Llama 3 8B's shapes by 4-bit codes, with what follows its products."""
     n, k = {"gated": (28672, 4096), "added": (4096, 14336), "stored": (6144, 4096)}[ending]
@@ -68,16 +93,20 @@ def codes_linear(rows: int, ending: str, dtype: torch.dtype) -> None:
     scales = torch.zeros(k // 128, n, dtype=torch.float16)
     words = torch.zeros(n, k // 128, 32, dtype=torch.int16)
     weight = GroupWeight(words, scales, scales.to(torch.int8), k, 128, dtype)
-    x, residual = torch.zeros(rows, k, dtype=dtype), torch.zeros(rows, n, dtype=dtype)
-    epilogue: Any = portable.Activated.of(x, n, True)
-    if ending == "added":
-        epilogue = portable.Added.of(residual, residual[0], tile)
-    elif ending == "stored":
-        cache, angles = torch.zeros(8, 16, 8, 128, dtype=dtype), torch.zeros(rows, 64)
-        slots = torch.zeros(rows, dtype=torch.int64)
-        epilogue = portable.Stored.of(n, angles, angles, cache, cache, slots, False)
-    undivided = DeferredRMSNorm(x, torch.zeros(rows, 64), 1e-5)
-    codes.linear(x if ending == "added" else undivided, weight, epilogue, tile)
+    x = undivided(rows, k, dtype)
+    epilogue = epilogue_of(ending, rows, n, 128, x.values, tile)
+    codes.linear(x.values if ending == "added" else x, weight, epilogue, tile)
+
+
+def held_linear(rows: int, ending: str, n: int, k: int, head_dim: int, dtype: torch.dtype) -> None:
+    """A linear whose weight waits in shared memory, with what follows its products."""
+    tile = choose_held_tile(rows, n, k, ending == "gated", GPU.of_capability((9, 0)))
+    assert tile is not None
+    x, weight = undivided(rows, k, dtype), torch.zeros(n, k, dtype=dtype)
+    assert held.fits(x.values, weight)
+    bias = weight[:, 0].contiguous() if ending == "stored" else None
+    epilogue = epilogue_of(ending, rows, n, head_dim, x.values, tile)
+    held.linear(x.values if ending == "added" else x, weight, epilogue, tile, bias)
 
 
 def product(rows: int, n: int, k: int, parted: bool, has_bias: bool) -> None:
@@ -128,6 +157,12 @@ LAUNCHES: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "products-wide-150": (product, (150, 28672, 4096, False, True)),
     "products-wide-192": (product, (192, 28672, 4096, False, True)),
     "products-wide-256": (product, (256, 28672, 4096, False, True)),
+    "held-gated-8": (held_linear, (8, "gated", 9728, 896, 0, BFLOAT16)),
+    "held-gated-16": (held_linear, (16, "gated", 9728, 896, 0, FLOAT16)),
+    "held-added-8": (held_linear, (8, "added", 896, 4864, 0, BFLOAT16)),
+    "held-added-64": (held_linear, (64, "added", 896, 896, 0, BFLOAT16)),
+    "held-stored-3": (held_linear, (3, "stored", 1152, 896, 64, BFLOAT16)),
+    "held-stored-16": (held_linear, (16, "stored", 1920, 1280, 128, FLOAT16)),
     "segments-64": (attend, (64, 300, BFLOAT16)),
     "segments-64-long": (attend, (64, 2000, BFLOAT16)),
     "segments-80": (attend, (80, 2000, FLOAT16)),
@@ -151,7 +186,7 @@ def resources(cubin: bytes) -> str:
 def main(names: list[str]) -> None:
     """Compile the launches of these names, or all."""
     compiled = compile_launches()
-    modules: tuple[Any, ...] = (linear, codes, products)
+    modules: tuple[Any, ...] = (linear, codes, held, products)
     for module in modules:
         module.pdl_options = lambda device: {"PDL": True, "launch_pdl": True}
     for name in names or LAUNCHES:

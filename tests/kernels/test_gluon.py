@@ -23,7 +23,7 @@ from engine_core.kernels import GroupWeight, gpu
 from engine_core.kernels.activation import silu_and_mul
 from engine_core.kernels.launch import gluon
 from engine_core.kernels.launch.gluon import Family, Trial, runs_gluon, support
-from engine_core.kernels.linear.tiles import ProductTile, choose_codes_tile
+from engine_core.kernels.linear.tiles import ProductTile, choose_codes_tile, choose_held_tile
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 7)
 HOPPER = gpu.GPU.of_capability((9, 0))
@@ -342,6 +342,43 @@ def of_codes(dtype: torch.dtype, device: str, *, zeros: bool) -> GroupWeight:
     return GroupWeight(words, scales, scales.to(torch.int8) if zeros else None, 4096, 128, dtype)
 
 
+class OfEndings:
+    """A linear with each ending, by PyTorch; its last row is zeros in the part that is named."""
+
+    def __init__(self, ending: str) -> None:
+        self.ending, self.last = ending, ""
+
+    @property
+    def parts(self) -> list[str]:
+        parts = {"added": ["out", "total", "squares"], "stored": ["out", "k_cache", "v_cache"]}
+        return parts.get(self.ending, ["out"])
+
+    def __call__(self, x: Tensor, weight: Any, epilogue: Any, *rest: Any) -> Tensor:
+        numbers = weight if isinstance(weight, Tensor) else weight.dense()
+        product = x.float() @ numbers.float().T
+        if self.ending == "stored":
+            rows, _, dim = epilogue.out.shape
+            cos, sin = epilogue.cos[:, None], epilogue.sin[:, None]
+            heads = product.to(x.dtype).float().view(rows, 4, dim)
+            a, b = heads[:, :3].chunk(2, -1)
+            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+            epilogue.out.copy_(turned[:, :2])
+            epilogue.k_cache[epilogue.slots, 0] = turned[:, 2:]
+            epilogue.v_cache[epilogue.slots, 0] = heads[:, 3:].to(x.dtype)
+        elif self.ending == "added":
+            total = (product.to(x.dtype) + epilogue.residual).float()
+            epilogue.total.copy_(total)
+            epilogue.squares.zero_()[:, 1] = total.square().sum(1)
+            epilogue.out.copy_(total * epilogue.norm_weight.float())
+        else:
+            gate, up = product.chunk(2, -1)
+            epilogue.out.copy_(F.silu(gate) * up if self.ending == "gated" else product)
+        if self.last:
+            getattr(epilogue, self.last)[-1] = 0
+        out: Tensor = epilogue.out
+        return out
+
+
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("zeros", [True, False])
 def test_linears_by_codes_are_tried_on_a_case_that_torch_solves(
@@ -351,40 +388,27 @@ def test_linears_by_codes_are_tried_on_a_case_that_torch_solves(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tried = Tried("linear.groups", tmp_path, monkeypatch)
+    tried, right = Tried("linear.groups", tmp_path, monkeypatch), OfEndings(ending)
     tile = choose_codes_tile(5, 4096, 4096, False, HOPPER)
-    last: str | None = None
-
-    def right(x: Tensor, weight: GroupWeight, epilogue: Any, *rest: Any) -> Tensor:
-        product = x.float() @ weight.dense().float().T
-        if ending == "stored":
-            rows, _, dim = epilogue.out.shape
-            cos, sin = epilogue.cos[:, None], epilogue.sin[:, None]
-            heads = product.to(x.dtype).float().view(rows, 4, dim)
-            a, b = heads[:, :3].chunk(2, -1)
-            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
-            epilogue.out.copy_(turned[:, :2])
-            epilogue.k_cache[epilogue.slots, 0] = turned[:, 2:]
-            epilogue.v_cache[epilogue.slots, 0] = heads[:, 3:].to(x.dtype)
-        elif ending == "added":
-            total = (product.to(x.dtype) + epilogue.residual).float()
-            epilogue.total.copy_(total)
-            epilogue.squares.zero_()[:, 1] = total.square().sum(1)
-            epilogue.out.copy_(total * epilogue.norm_weight.float())
-        else:
-            gate, up = product.chunk(2, -1)
-            epilogue.out.copy_(F.silu(gate) * up if ending == "gated" else product)
-        if last is not None:
-            getattr(epilogue, last)[-1] = 0
-        out: Tensor = epilogue.out
-        return out
-
     of = of_codes(torch.bfloat16, launch_device, zeros=zeros)
     like = torch.empty((5, 4096), dtype=torch.bfloat16, device=launch_device)
     assert tried.trusts("linear", right, like, of, tile, ending)
-    wrong = {"added": ["out", "total", "squares"], "stored": ["out", "k_cache", "v_cache"]}
-    for last in wrong.get(ending, ["out"]):
-        assert not tried.trusts("linear", right, like, of, tile, ending), last
+    for part in right.parts:
+        right.last = part
+        assert not tried.trusts("linear", right, like, of, tile, ending), part
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_linears_whose_weight_waits_are_tried_on_a_case_that_torch_solves(
+    ending: str, launch_device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried, right = Tried("linear.held", tmp_path, monkeypatch), OfEndings(ending)
+    tile = choose_held_tile(5, 896, 1152, False, HOPPER)
+    like = torch.empty((5, 1152), dtype=torch.bfloat16, device=launch_device)
+    assert tried.trusts("linear", right, like, tile, ending)
+    for part in right.parts:
+        right.last = part
+        assert not tried.trusts("linear", right, like, tile, ending), part
 
 
 @pytest.mark.gpu
@@ -398,8 +422,9 @@ def test_hoppers_own_kernels_pass_their_trials(
     def like(heads: int, width: int) -> Tensor:
         return torch.empty((1, heads, width), dtype=dtype, device="cuda")
 
-    names = ("attention", "linear", "linear.groups", "linear.fp8", "segments")
-    attention, linear, codes, products, segments = map(hopper, names)
+    names = ("attention", "linear", "linear.groups", "linear.fp8", "linear.held", "segments")
+    attention, linear, codes, products, held, segments = map(hopper, names)
+    held_tile = choose_held_tile(2, 896, 1152, False, HOPPER)
     weight = of_codes(dtype, "cuda", zeros=True)
     tile = choose_codes_tile(1, 4096, 4096, False, HOPPER)
     cases: list[tuple[ModuleType, tuple[Any, ...]]] = [
@@ -410,6 +435,7 @@ def test_hoppers_own_kernels_pass_their_trials(
         *((linear, (like(1, 64)[0], *kind)) for kind in product((False, True), repeat=2)),
         *((codes, (like(1, 4096)[0], weight, tile, ending)) for ending in ENDINGS),
         *((products, (weight.words.device, torch.bfloat16, *of)) for of in PRODUCTS),
+        *((held, (like(2, 1152)[0], held_tile, ending)) for ending in ENDINGS),
         *((segments, (like(16, width), 640)) for width in (64, 72, 80, 128)),
         (segments, (like(16, 64), 5000)),
     ]
@@ -433,6 +459,7 @@ def test_they_compile_for_a_hopper_gpu_that_is_not_there(tmp_path: Path) -> None
     names += ["gated-bias", "quick-gelu-bias", "segments-64-long", "segments-80"]
     names += ["codes-gated-1", "codes-gated-32", "codes-added-64", "codes-stored-32"]
     names += ["products-parts-96", "products-wide-32", "products-wide-192"]
+    names += ["held-gated-8", "held-added-8", "held-stored-16"]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = forkserver.run(
         [sys.executable, str(script), *names],

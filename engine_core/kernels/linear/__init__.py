@@ -570,6 +570,17 @@ def _hopper_takes(x: Tensor, weight: GroupWeight, tile: tiles.Tile, ending: str)
     return hopper.fits(x, weight) and hopper.is_trusted(x, weight, tile, ending)
 
 
+def _held_takes(x: Tensor, weight: Tensor, tile: tiles.Tile, ending: str) -> bool:
+    """Whether the kernel on Hopper whose weight waits in shared memory takes this linear."""
+    from engine_core.kernels.launch.gluon import runs_gluon
+
+    if not runs_gluon(x.device):
+        return False
+    from engine_core.kernels.linear.held.hopper import triton as held
+
+    return held.fits(x, weight) and held.is_trusted(x, tile, ending)
+
+
 def _launch(
     x: Tensor | DeferredRMSNorm,
     weight: Tensor | CodedWeight,
@@ -583,6 +594,11 @@ def _launch(
         from engine_core.kernels.linear.groups.hopper import triton as hopper
 
         return hopper.linear(x, weight, epilogue, tile, bias)
+    if tile.mode == "held":
+        assert isinstance(weight, Tensor), "codes have no such tile"
+        from engine_core.kernels.linear.held.hopper import triton as held
+
+        return held.linear(x, weight, epilogue, tile, bias)
     from engine_core.kernels.linear import triton
 
     return triton.linear(x, triton.reader_of(weight), epilogue, tile, bias)
@@ -597,8 +613,8 @@ def _tile(
 ) -> tiles.Tile | None:
     """The tile of this linear's kernel of few rows; None where it is not used.
 
-    ``ending`` is what follows the products, by its name in Hopper's kernel for 4-bit codes; None if
-    that has no such end.
+    ``ending`` is what follows the products, by its name in Hopper's kernels; None if those have no
+    such end.
     """
     if not x.is_cuda or x.stride(-1) != 1 or x.dtype != weight.dtype:
         return None
@@ -619,4 +635,8 @@ def _tile(
         return tiles.choose_invariant_tile(*shape, x.dtype) if few else None
     if x.dtype not in _SIXTEEN_BITS:
         return None
-    return tiles.choose_tile(*shape)
+    tile = tiles.choose_tile(*shape)
+    if tile is None or ending is None:
+        return tile
+    held = tiles.choose_held_tile(*shape)
+    return held if held is not None and _held_takes(x, weight, held, ending) else tile

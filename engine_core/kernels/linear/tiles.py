@@ -24,7 +24,8 @@ class Tile:
         splits: programs that share the columns of the weight.
         mode: "wx" multiplies the weight by x (the matrix units of Hopper want 64 rows of the
             first operand), "xw" x by the weight, "vector" without matrix units (one row). "codes"
-            is of :mod:`engine_core.kernels.linear.groups.hopper`, which multiplies as "wx".
+            is of :mod:`engine_core.kernels.linear.groups.hopper`, "held" of
+            :mod:`engine_core.kernels.linear.held.hopper`; both multiply as "wx".
         num_warps: warps of a program.
         num_stages: tiles in flight.
         prefetch: columns of the weight brought to the L2 cache before x is waited for.
@@ -248,6 +249,44 @@ def tiles_held(tile: Tile, programs: int, k: int, gated: bool, multiprocessors: 
     used = programs * threads * (registers + _OTHER_REGISTERS)
     fits = registers <= HELD_REGISTERS and used <= 1.1 * multiprocessors * _REGISTERS
     return count if fits else 0
+
+
+# Rows of a weight that a program has if they wait in shared memory, and columns of a step.
+HELD_ROWS, HELD_COLUMNS = 64, 128
+# Rows of x for which that is done: one row's weights wait in registers.
+HELD_FROM, HELD_TO = 2, 64
+# Bytes of shared memory that programs of a multiprocessor share, and those that each has besides.
+_SHARED, _SHARED_BESIDE = 227 * 1024, 1280
+# Columns of a split at most, while there are multiprocessors for more of them: half of the shared
+# memory, so that the weight of the next launch has room beside it.
+_HELD_SPLIT = 1024
+
+
+def choose_held_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -> Tile | None:
+    """The tile of a weight of 16-bit numbers that waits for x in shared memory, or None.
+
+    So does one that takes at most three quarters of all there is, half of it at least beside x: it
+    is on its way while the kernel before ends.
+    """
+    if gpu is None or gpu.capability != (9, 0) or not HELD_FROM <= rows <= HELD_TO or k % 64:
+        return None
+    if 8 * n * k > 3 * gpu.num_multiprocessors * _SHARED:
+        return None
+    block_n = HELD_ROWS // 2 if gated else HELD_ROWS
+    tiles = -(-(n // 2 if gated else n) // block_n)
+    splits = 1
+    while 2 * splits * tiles <= gpu.num_multiprocessors and k > splits * _HELD_SPLIT:
+        splits *= 2
+    steps = -(-k // (HELD_COLUMNS * splits))
+    step_bytes = 2 * HELD_COLUMNS * HELD_ROWS
+    # Chunks of 64 columns come four at a time.
+    x_bytes = 512 * -(-steps // 2) * max(8, 1 << (rows - 1).bit_length())
+    neighbours = -(-tiles * splits // gpu.num_multiprocessors)
+    room = _SHARED // neighbours - _SHARED_BESIDE - x_bytes
+    stages = min(steps, room // step_bytes)
+    if 2 * stages < steps:
+        return None
+    return Tile(block_n, HELD_COLUMNS, splits, "held", 4, stages, least_rows=8, most_rows=64)
 
 
 # By 8-bit floats, whose codes become 16 bits in registers: "wx" multiplies from there. On an H200,

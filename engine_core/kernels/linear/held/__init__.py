@@ -1,0 +1,1 @@
+"""Linears of few rows whose weight waits for them in shared memory."""

@@ -1,0 +1,317 @@
+"""Linears of few rows on Hopper whose weight waits for x in shared memory, in Gluon.
+
+The tensor memory accelerator brings a program's whole run of a weight to shared memory before the
+kernel ahead has ended; what is left to do behind it is to read x, to multiply and to store. So a
+launch of a small model takes as long as reading its weight or as waiting for the kernel ahead, not
+both, one after the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from engine_core.kernels.launch.gluon import Family, Trial
+from engine_core.kernels.launch.hopper.triton import (
+    launch_dependents,
+    reinterpret,
+    sync_threads,
+    tma_load,
+    wait,
+)
+from engine_core.kernels.launch.triton import arrival_counts, pdl_options
+from engine_core.kernels.linear.epilogues.hopper.triton import (
+    ask_rows,
+    ask_weights,
+    finish,
+    halves_of,
+    out_layout,
+    partial_offsets,
+    sum_splits,
+    trial_of,
+)
+from engine_core.kernels.linear.epilogues.triton import Added, Stored
+from engine_core.kernels.linear.reference import DeferredRMSNorm, taken_apart
+from engine_core.kernels.linear.tiles import HELD_COLUMNS, HELD_ROWS, Tile
+
+_FAMILY = Family(
+    "linears of small weights", "Steps of few rows of a small model take up to a quarter longer"
+)
+
+# Rows of the weight that a program has, those of the matrix units; columns of a chunk, 128 bytes,
+# the widest swizzle; chunks of a step of the weight.
+_ROWS = gl.constexpr(HELD_ROWS)
+_COLS = gl.constexpr(64)
+_CHUNKS = gl.constexpr(HELD_COLUMNS // 64)
+# Chunks of x that are asked for at once.
+_X_CHUNKS = gl.constexpr(4)
+
+
+@gluon.jit
+def _load_step(desc, weight, barrier, stage, step, tile, HEAD_DIM: gl.constexpr, pred):
+    """Begin to load a step's columns of a program's rows."""
+    SHAPE: gl.constexpr = desc.block_type.shape
+    rows = tile * SHAPE[3]
+    head = 0
+    if HEAD_DIM:
+        rows = tile * _ROWS % HEAD_DIM // 2
+        head = tile * _ROWS // HEAD_DIM
+    tma_load(desc, [step * _CHUNKS, head, 0, rows, 0], barrier, weight.index(stage), pred=pred)
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def _linear_kernel(
+    w_desc,
+    x_desc,
+    epilogue,
+    bias_ptr,
+    squares_ptr,
+    partial_ptr,
+    arrivals_ptr,
+    eps,
+    num_rows,
+    N,
+    K: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    SPLITS: gl.constexpr,
+    STAGES: gl.constexpr,
+    KIND: gl.constexpr,
+    SQUARES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """The products of 64 rows of the weight and BLOCK_M of x, over one of SPLITS runs of K.
+
+    Of a gated weight that are 32 of the gate and as many of up. A run is a whole of steps, of which
+    STAGES are in shared memory. All else is as of
+    :func:`engine_core.kernels.linear.triton._linear_kernel`.
+    """
+    if not epilogue.LATE:
+        launch_dependents(PDL)
+    GATED: gl.constexpr = epilogue.GATED
+    HEAD_DIM: gl.constexpr = epilogue.HEAD_DIM if KIND == "stored" else 0
+    BLOCK_N: gl.constexpr = _ROWS // 2 if GATED else _ROWS
+    SHAPE: gl.constexpr = (BLOCK_M, BLOCK_N)
+    ELEMENT: gl.constexpr = x_desc.dtype
+    WARPS: gl.constexpr = gl.num_warps()
+    STEPS: gl.constexpr = (K - 1) // (_COLS * _CHUNKS) + 1
+    RUN: gl.constexpr = (STEPS - 1) // SPLITS + 1
+    BYTES: gl.constexpr = _CHUNKS * _ROWS * _COLS * 2
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    OUT: gl.constexpr = out_layout(BLOCK_M, _ROWS, WARPS, GATED or HEAD_DIM > 0)
+    CHUNK: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    tile, split, block = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    tiles = gl.num_programs(0)
+    first_row = block * BLOCK_M
+    low = split * RUN
+
+    BOX: gl.constexpr = w_desc.block_type.shape
+    weight = gl.allocate_shared_memory(
+        ELEMENT, [STAGES, BOX[0], BOX[1], BOX[2], BOX[3], BOX[4]], w_desc.layout
+    )
+    weights = reinterpret(weight, ELEMENT, [STAGES * _CHUNKS, _ROWS, _COLS], CHUNK)
+    X_BOXES: gl.constexpr = (RUN * _CHUNKS - 1) // _X_CHUNKS + 1
+    x = gl.allocate_shared_memory(ELEMENT, [X_BOXES, _X_CHUNKS, BLOCK_M, _COLS], x_desc.layout)
+    values = reinterpret(x, ELEMENT, [X_BOXES * _X_CHUNKS, BLOCK_M, _COLS], CHUNK)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    x_full = full.index(STAGES)
+    for stage in gl.static_range(STAGES + 1):
+        mbarrier.init(full.index(stage), count=1)
+    fence_async_shared()
+    sync_threads()
+    # The weight is older than all kernels: it does not wait for x. What is beyond K is zeros.
+    for stage in gl.static_range(STAGES):
+        mbarrier.expect(full.index(stage), BYTES)
+        _load_step(w_desc, weight, full.index(stage), stage, low + stage, tile, HEAD_DIM, True)
+    asked_before = ask_weights(epilogue, bias_ptr, tile, N, SHAPE, KIND, HEAD_DIM)
+    mbarrier.expect(x_full, X_BOXES * _X_CHUNKS * BLOCK_M * _COLS * 2)
+    wait(PDL)
+    for box in gl.static_range(X_BOXES):
+        chunk = low * _CHUNKS + box * _X_CHUNKS
+        tma_load(x_desc, [chunk, first_row, 0], x_full, x.index(box))
+    asked = ask_rows(
+        epilogue, squares_ptr, first_row, num_rows, tile, N, SHAPE, KIND, SQUARES, HEAD_DIM
+    )
+    acc = gl.zeros([_ROWS, BLOCK_M], gl.float32, ACC)
+    mbarrier.wait(x_full, 0)
+    for step in gl.static_range(RUN):
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), step // STAGES % 2)
+        for chunk in gl.static_range(_CHUNKS):
+            acc = warpgroup_mma(
+                weights.index(stage * _CHUNKS + chunk),
+                values.index(step * _CHUNKS + chunk).permute((1, 0)),
+                acc,
+                is_async=True,
+            )
+        if step + STAGES < RUN:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            sync_threads()
+            mbarrier.expect(full.index(stage), BYTES)
+            _load_step(
+                w_desc, weight, full.index(stage), stage, low + step + STAGES, tile, HEAD_DIM, True
+            )
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    if epilogue.LATE:
+        launch_dependents(PDL)
+
+    products = gl.convert_layout(acc.permute((1, 0)), OUT)
+    last = True
+    if SPLITS > 1:
+        # In the order of programs, so that all of them have room for all their columns.
+        width = tiles * _ROWS
+        size = num_rows * width
+        offsets, mask = partial_offsets(tile, first_row, num_rows, width, BLOCK_M, _ROWS, OUT)
+        gl.store(partial_ptr + split * size + offsets, products, mask=mask)
+        arrivals_ptr += block * tiles + tile
+        sync_threads()
+        last = gl.atomic_add(arrivals_ptr, 1, sem="acq_rel") == SPLITS - 1
+    if last:
+        if SPLITS > 1:
+            gl.store(arrivals_ptr, 0)
+            products = sum_splits(
+                partial_ptr, tile, first_row, num_rows, width, size, SPLITS, BLOCK_M, _ROWS, OUT
+            )
+        total = products
+        up = products
+        if GATED:
+            total, up = halves_of(products)
+        finish(
+            epilogue, total, up, asked_before, asked, eps, first_row, num_rows, tile, tiles, N, K,
+            SHAPE, KIND, SQUARES, HEAD_DIM,
+        )  # fmt: skip
+
+
+def fits(x: Tensor, weight: Tensor) -> bool:
+    """Whether :func:`linear` takes tensors of these dtypes and places."""
+    rows = x.reshape(-1, x.shape[-1])
+    return (
+        x.dtype in (torch.bfloat16, torch.float16)
+        and weight.dtype == x.dtype
+        and weight.is_contiguous()
+        and weight.data_ptr() % 16 == 0
+        and weight.shape[1] % _COLS.value == 0
+        and rows.data_ptr() % 16 == 0
+        and rows.stride(0) % 8 == 0
+        and rows.stride(1) == 1
+    )
+
+
+def is_trusted(like: Tensor, tile: Tile, ending: str) -> bool:
+    """Whether :func:`linear` may be used for such rows; it may be tried for that.
+
+    ``ending`` is what follows the products: "activated", "gated", "added" or "stored".
+    """
+    block_m = _block_m(tile, like.numel() // like.shape[-1])
+    kind = (like.dtype, tile, block_m, ending)
+    return _FAMILY.allows(like.device, kind, lambda: _trial(like, tile, block_m, ending))
+
+
+def _trial(like: Tensor, tile: Tile, block_m: int, ending: str) -> Trial:
+    """A block of rows, three of which are not there."""
+    draw = torch.Generator(like.device).manual_seed(0)
+    rows, n, k = block_m - 3, 512, HELD_COLUMNS * tile.num_stages * tile.splits
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, device=like.device).to(like.dtype)
+
+    x, weight = normal(rows, k), normal(n, k) / 4 / k**0.5
+    product = x.float() @ weight.float().T
+    return trial_of(ending, x, product, tile, lambda epilogue: linear(x, weight, epilogue, tile))
+
+
+def _block_m(tile: Tile, rows: int) -> int:
+    block_m: int = triton.next_power_of_2(rows)
+    return min(tile.most_rows, max(tile.least_rows, block_m))
+
+
+def _weight_descriptor(weight: Tensor, gated: bool, head_dim: int) -> TensorDescriptor:
+    """A weight by chunks, heads, halves that a program has both of, their rows, and columns."""
+    n, k = weight.shape
+    heads, halves = (n // head_dim, 2) if head_dim else (1, 2 if gated else 1)
+    rows = n // (heads * halves)
+    return TensorDescriptor(
+        weight,
+        [k // _COLS.value, heads, halves, rows, _COLS.value],
+        [_COLS.value, halves * rows * k, rows * k, k, 1],
+        [_CHUNKS.value, 1, halves, HELD_ROWS // halves, _COLS.value],
+        gl.NVMMASharedLayout(128, 16, rank=5),
+    )
+
+
+def _x_descriptor(rows: Tensor, block_m: int) -> TensorDescriptor:
+    """Rows by chunks, rows and columns."""
+    count, k = rows.shape
+    return TensorDescriptor(
+        rows,
+        [k // _COLS.value, count, _COLS.value],
+        [_COLS.value, rows.stride(0), 1],
+        [_X_CHUNKS.value, block_m, _COLS.value],
+        gl.NVMMASharedLayout(128, 16, rank=3),
+    )
+
+
+def linear(
+    x: Tensor | DeferredRMSNorm,
+    weight: Tensor,
+    epilogue: Any,
+    tile: Tile,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """As :func:`engine_core.kernels.linear.triton.linear`, by a weight of numbers.
+
+    What :func:`fits` asks of x and the weight holds, and there are rows. Nothing that is still
+    running writes the weight: it is read before the kernels before are waited for.
+    """
+    values, squares, eps = taken_apart(x)
+    rows = values.reshape(-1, values.shape[-1])
+    num_rows, k = rows.shape
+    gated = epilogue.GATED.value
+    n = weight.shape[0] // 2 if gated else weight.shape[0]
+    block_m = _block_m(tile, num_rows)
+    block_n = HELD_ROWS // 2 if gated else HELD_ROWS
+    blocks, tiles = triton.cdiv(num_rows, block_m), triton.cdiv(n, block_n)
+    partial = arrivals = None
+    if tile.splits > 1:
+        shape = (tile.splits, num_rows, tiles * HELD_ROWS)
+        partial = torch.empty(shape, dtype=torch.float32, device=rows.device)
+        arrivals = arrival_counts(rows.device, tiles * blocks)
+    kind = "activated"
+    if isinstance(epilogue, Stored):
+        kind = "stored"
+    elif isinstance(epilogue, Added):
+        kind = "added"
+    run = triton.cdiv(triton.cdiv(k, HELD_COLUMNS), tile.splits)
+    _linear_kernel[(tiles, tile.splits, blocks)](
+        _weight_descriptor(weight, gated, epilogue.HEAD_DIM.value if kind == "stored" else 0),
+        _x_descriptor(rows, block_m),
+        epilogue,
+        bias,
+        squares,
+        partial,
+        arrivals,
+        eps,
+        num_rows,
+        n,
+        K=k,
+        BLOCK_M=block_m,
+        SPLITS=tile.splits,
+        STAGES=min(tile.num_stages, run),
+        KIND=kind,
+        SQUARES=0 if squares is None else squares.shape[1],
+        num_warps=tile.num_warps,
+        **pdl_options(rows.device),
+    )
+    out: Tensor = epilogue.out
+    return out
