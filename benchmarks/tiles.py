@@ -24,6 +24,7 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
   like have no tile.
 - ``held=2,64``: weights that have room wait in shared memory with so many rows, none with 1,0;
   ``registers=96``: weights of one row wait in so many registers of a thread at most.
+- ``late=0``: attention is launched when queries, keys and values are, not behind their products.
 - ``coded=0``: norms and activations quantise no rows; ``scaled=0``: the rotation applies no scales.
 
 Random weights and a random cache, as in ``decode.py``; rows of 1030 tokens, and of 200 to 1860 at
@@ -136,6 +137,21 @@ def settings(text: str) -> Iterator[None]:
                 first, last = fields(values)
                 stack.enter_context(patch.object(linear, "HELD_FROM", first))
                 stack.enter_context(patch.object(linear, "HELD_TO", last))
+            elif key == "late" and values == "0":
+                stored = importlib.import_module(
+                    "engine_core.kernels.linear.epilogues.triton"
+                ).Stored
+                made: Callable[..., Any] = stored.of
+                at_once = importlib.import_module("triton.language").constexpr(False)
+                stack.enter_context(
+                    patch.object(
+                        stored,
+                        "of",
+                        lambda *given, made=made, at_once=at_once, **options: made(
+                            *given, **options
+                        )._replace(LATE=at_once),
+                    )
+                )
             elif key == "registers":
                 stack.enter_context(patch.object(linear, "HELD_REGISTERS", int(values)))
             elif key == "prefetch":
