@@ -236,10 +236,10 @@ def _linear_kernel(
     held = ()
     for step in tl.static_range(HELD):
         w, w_cursor = reader.load(reader, w_cursor, cols + step * BLOCK_K < high, EVEN_K)
-        held += (w,)
+        held += (w,)  # type: ignore[assignment]
         if epilogue.GATED:
             w, up_cursor = reader.load(reader, up_cursor, cols + step * BLOCK_K < high, EVEN_K)
-            held += (w,)
+            held += (w,)  # type: ignore[assignment]
     wait(PDL)
 
     row_mask = place.row_mask
