@@ -137,7 +137,9 @@ def _linear_kernel(
     asked_before = ask_weights(epilogue, bias_ptr, tile, N, SHAPE, KIND, HEAD_DIM)
     mbarrier.expect(x_full, X_BOXES * _X_CHUNKS * BLOCK_M * _COLS * 2)
     wait(PDL)
-    for box in gl.static_range(X_BOXES):
+    # Tiles begin at different boxes: all of them want the same lines of the L2 cache.
+    for turn in gl.static_range(X_BOXES):
+        box = (tile + turn) % X_BOXES
         chunk = low * _CHUNKS + box * _X_CHUNKS
         tma_load(x_desc, [chunk, first_row, 0], x_full, x.index(box))
     asked = ask_rows(
