@@ -514,6 +514,8 @@ def serve_options(options: argparse.Namespace) -> list[str]:
             made.append("--skip-tokenizer-init")
     elif options.tokenizer:
         made += ["--tokenizer", str(options.tokenizer)]
+    if not options.cold and can("warm_up"):
+        made += ["--warm-up", "before"]  # what is warm from the first request on
     return made + options.serve
 
 
@@ -676,7 +678,7 @@ def run_one(options: argparse.Namespace, stop: Stop) -> bool:
             options.token_range = (1000, size - 3000) if size > 5000 else (3, size)
         trace = place / "trace.json"
         given = serve_options(options)
-        if options.trace and can_trace():
+        if options.trace and can("trace"):
             given += ["--trace", str(trace), "--trace-seconds", "100000"]
         caches = {name: str(place / name) for name in CACHES} if options.cold else {}
         with Server(model, given, **caches) as server:
@@ -684,11 +686,11 @@ def run_one(options: argparse.Namespace, stop: Stop) -> bool:
         return report(options, rows, read_trace(trace))
 
 
-def can_trace() -> bool:
-    """Whether this version of ``engine-core serve`` has ``--trace``."""
+def can(setting: str) -> bool:
+    """Whether this version of ``engine-core serve`` has a setting."""
     from engine_core.server.settings import ServerSettings
 
-    return "trace" in ServerSettings.model_fields
+    return setting in ServerSettings.model_fields
 
 
 def parser() -> argparse.ArgumentParser:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Literal
 
 from engine_core.configs import EngineConfig
 from engine_core.errors import ConfigError, shown
+
+WarmUp = bool | Literal["beside"]
+"""When an engine in a process of its own captures all likely steps and times some.
+
+True: before it is ready. "beside": it is ready before that, and does so while it is idle. False: it
+captures while it is idle, and times none.
+"""
 
 
 def check_model_and_config(model: Any, config: Any) -> tuple[str, EngineConfig]:
@@ -31,4 +38,4 @@ def check_model_and_config(model: Any, config: Any) -> tuple[str, EngineConfig]:
     return name, config
 
 
-__all__ = ["check_model_and_config"]
+__all__ = ["WarmUp", "check_model_and_config"]

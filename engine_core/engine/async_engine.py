@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 
 from engine_core.cache import BlockKey, extend_block_keys
 from engine_core.configs import EngineConfig, ModelConfig, PoolingParams, SamplingParams
-from engine_core.engine.arguments import check_model_and_config
+from engine_core.engine.arguments import WarmUp, check_model_and_config
 from engine_core.engine.frontend import (
     Frontend,
     HasFrontend,
@@ -413,7 +413,7 @@ class AsyncEngine(HasFrontend):
         max_queued_requests: int | None = None,
         step_timeout: float | None = None,
         max_step_time: float | None = None,
-        warm_up: bool = False,
+        warm_up: WarmUp = False,
         listener: socket.socket | None = None,
         replicas: int = 1,
         max_restarts: int | None = None,
@@ -439,9 +439,11 @@ class AsyncEngine(HasFrontend):
                 computed in pieces. While prompts for more than 2 steps wait, on a CPU 2.5, it may
                 take 1.4 times as long on a GPU, 4 times on a CPU. None for 0.03 on a GPU, 0.25 on a
                 CPU.
-            warm_up: whether to capture all likely steps as CUDA graphs first, so that no request
-                waits for a capture, and to time some steps; otherwise the engine captures while it
-                is idle.
+            warm_up: True to capture all likely steps as CUDA graphs first, so that no request waits
+                for a capture, and to time some steps. "beside" to be ready as soon as one can be
+                answered, and to do so while the engine is idle: a request then waits for a capture
+                now and then, a tenth of a second. False to capture while it is idle, without the
+                times.
             listener: a listening Unix socket to which other processes :meth:`connect`; it is given
                 to the engine process, and closed in this one. None for no other processes.
             replicas: engine processes with the whole model each. Each has GPUs of its own for
@@ -504,7 +506,7 @@ class AsyncEngine(HasFrontend):
         model: str,
         config: EngineConfig,
         max_step_time: float | None,
-        warm_up: bool,
+        warm_up: WarmUp,
         listener: socket.socket | None,
         most: int,
     ) -> Launch:
@@ -528,7 +530,7 @@ class AsyncEngine(HasFrontend):
         model: str,
         config: EngineConfig,
         max_step_time: float | None,
-        warm_up: bool,
+        warm_up: WarmUp,
         cpus: int,
         most: int,
     ) -> Launch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Generator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -14,7 +15,7 @@ from engine_core.engine.startup import Loaded
 from engine_core.engine.step_stats import StepStats
 from engine_core.engine.timings import Timings
 from engine_core.engine.trace import EngineTrace
-from engine_core.engine.trials import run_trials
+from engine_core.engine.trials import trials
 from engine_core.errors import EngineDeadError, ErrorCode, RequestError
 from engine_core.plugin_code import described
 from engine_core.runtime.layer_trace import LayerTrace
@@ -299,15 +300,18 @@ class EngineCore:
             self.fail(RuntimeError(f"a capture was interrupted by {type(error).__name__}"))
             raise
 
-    def time_steps(self, seconds: float) -> None:
+    def time_steps(self, seconds: float) -> Generator[None, None, None]:
         """Run steps of nobody for so many seconds at most, to know what steps take.
+
+        One whenever the next is asked for, while the engine is idle. Closed before its end it
+        leaves nothing behind.
 
         Raises:
             EngineDeadError: the model failed.
         """
         self.check_alive()
         try:
-            run_trials(self.executor, self.scheduler, self.pacing, seconds)
+            yield from trials(self.executor, self.scheduler, self.pacing, seconds)
         except Exception as error:
             raise self.fail(error, "while steps were timed") from error
 

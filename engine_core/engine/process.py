@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_core import own_process
 from engine_core.configs import EngineConfig, ModelConfig, SchedulerConfig
+from engine_core.engine.arguments import WarmUp
 from engine_core.engine.trace import EngineTrace
 from engine_core.errors import EngineDeadError, EngineError, RequestError
 from engine_core.plugin_code import described
@@ -62,7 +63,7 @@ _FIRST_BUDGET = {"cpu": 128, "cuda": 512}
 # 1.6: fewer steps are less work.
 _BACKLOG_STRETCH = {"cpu": 4.0, "cuda": 1.4}
 _BACKLOG_STEPS = {"cpu": 2.5, "cuda": 2.0}
-# Seconds that steps are timed for, before there are requests, at most.
+# Seconds that steps are timed for, while there are no requests, at most.
 _TRIAL_SECONDS = {"cpu": 0.5, "cuda": 2.0}
 # While grammars are compiled and nothing else is done, word is sent each so many seconds.
 _QUIET_SECONDS = 0.5
@@ -403,7 +404,7 @@ def main(
     model: str,
     config: EngineConfig,
     max_step_time: float | None,
-    warm_up: bool,
+    warm_up: WarmUp,
     listener: socket.socket | None = None,
 ) -> None:
     """The life of the engine process: load ``model``, then serve until ``end`` is closed.
@@ -418,7 +419,7 @@ def main(
         config: the engine's settings.
         max_step_time: seconds that a step with decoding rows should take at most; None for what
             suits the device.
-        warm_up: whether to capture all likely steps before the first request is taken.
+        warm_up: when all likely steps are captured.
         listener: where further frontends connect; None if there are none.
     """
     own_process.claim()
@@ -465,7 +466,7 @@ def _serve(
     model: str,
     config: EngineConfig,
     max_step_time: float | None,
-    warm_up: bool,
+    warm_up: WarmUp,
 ) -> None:
     from engine_core.engine.beside import compile_beside
     from engine_core.engine.core import EngineCore
@@ -508,17 +509,21 @@ def _serve(
         beside=True,
     )
     try:
-        if warm_up:
-            guides = None
-            if not config.skip_tokenizer_init and find_spec("llguidance") is not None:
-                # The vocabulary is read now, and not while the first guided request waits.
-                guides = core.executor.prepare(None)
+        guides, seconds = None, 0.0
+        if warm_up and not config.skip_tokenizer_init and find_spec("llguidance") is not None:
+            # The vocabulary is read now, and not while the first guided request waits.
+            guides = core.executor.prepare(None)
+        # Else what a family's rows need is known with their first request.
+        if warm_up and source.state_known and source.model_config.pooling is None:
+            seconds = _TRIAL_SECONDS[kind]
+        # On a CPU there is nothing to capture, and steps are timed in a moment.
+        if warm_up is True or (warm_up and kind == "cpu"):
             _capture_expected(core, source.device if config.num_ranks == 1 else None, compiles)
             if guides is not None:
                 core.wait_prepared(guides)  # if it failed, a guided request will say it
-            # Else what a family's rows need is known with their first request.
-            if source.state_known and source.model_config.pooling is None:
-                core.time_steps(_TRIAL_SECONDS[kind])
+            for _ in core.time_steps(seconds) if seconds else ():
+                pass
+            seconds = 0.0
         plan, cache = loaded.cache_plan, loaded.cache_plan.cache_config
         num_blocks = min(plan.max_tokens // cache.block_size, cache.num_blocks - 1)
         links.greet(
@@ -531,15 +536,54 @@ def _serve(
             )
         )
         links.accept()
-        _run(links, core, compiles)
+        _run(links, core, _Leisure(core, compiles, seconds))
     finally:
         core.close()
 
 
-def _run(links: _Links, core: EngineCore, compiles: Compiles) -> None:
-    """Take commands and step until the first frontend is gone; when idle, capture ahead."""
+class _Leisure:
+    """An engine's work while nobody wants anything: it captures steps, and then times some.
+
+    A turn takes a tenth of a second or two, for which a request that comes then waits.
+    """
+
+    def __init__(self, core: EngineCore, compiles: Compiles, seconds: float = 0.0) -> None:
+        """``seconds``: for how long steps are timed, once all are captured; 0 for not at all."""
+        self._core, self._compiles = core, compiles
+        self._seconds = seconds
+        self._timing: Generator[None, None, None] | None = None
+        self._captured, self._took = 0, 0.0
+
+    def use(self) -> bool:
+        """Capture or time a step, or wait a moment for kernels; False if nothing is left to do."""
+        begin, late = time.monotonic(), self._compiles.late
+        if self._core.capture_next():
+            if self._compiles.late == late:
+                self._captured += 1
+                self._took += time.monotonic() - begin
+            return True
+        if self._captured:
+            logger.info(
+                "captured %d more CUDA graphs while idle, in %.1f s", self._captured, self._took
+            )
+            self._captured, self._took = 0, 0.0
+        if self._seconds and self._timing is None:
+            self._timing = self._core.time_steps(self._seconds)
+        for _ in self._timing or ():
+            return True
+        self._timing, self._seconds = None, 0.0
+        return False
+
+    def end(self) -> None:
+        """Leave off, as there is something to do. Steps are timed anew another time."""
+        if self._timing is not None:
+            self._timing.close()
+            self._timing = None
+
+
+def _run(links: _Links, core: EngineCore, leisure: _Leisure) -> None:
+    """Take commands and step until the first frontend is gone; when idle, use the leisure."""
     wait: float | None = _IDLE_SECONDS
-    captured, seconds = 0, 0.0
     refused: list[TokenUpdate] = []
     heard = False
     told = 0.0
@@ -554,19 +598,10 @@ def _run(links: _Links, core: EngineCore, compiles: Compiles) -> None:
                 wait = None
                 continue
             # The engine is idle. A request that comes now waits for one capture at most.
-            begin = time.monotonic()
-            late = compiles.late
-            if core.capture_next():
-                if compiles.late == late:
-                    captured += 1
-                    seconds += time.monotonic() - begin
-                wait = 0.0
-                continue
-            if captured:
-                logger.info("captured %d more CUDA graphs while idle, in %.1f s", captured, seconds)
-                captured, seconds = 0, 0.0
-            wait = None
+            wait = 0.0 if leisure.use() else None
             continue
+        if commands:
+            leisure.end()
         heard = heard or bool(commands)
         for command in commands:
             _obey(links, core, refused, *command)

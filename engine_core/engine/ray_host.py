@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from engine_core import __version__
 from engine_core.configs import EngineConfig
 from engine_core.engine import process
+from engine_core.engine.arguments import WarmUp
 from engine_core.errors import OptionError
 
 _READ_BYTES = 1 << 20
@@ -50,7 +51,7 @@ class CoreTask:
     model: str
     config: EngineConfig
     max_step_time: float | None
-    warm_up: bool
+    warm_up: WarmUp
     log_level: int
     environment: Mapping[str, str]
 

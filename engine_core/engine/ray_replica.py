@@ -21,6 +21,7 @@ from uuid import uuid4
 from engine_core import __version__, own_process
 from engine_core.configs import EngineConfig
 from engine_core.engine import process
+from engine_core.engine.arguments import WarmUp
 from engine_core.engine.process import Failure, Found
 from engine_core.engine.ray_host import (
     LAST_WORDS_SECONDS,
@@ -78,7 +79,7 @@ class RayReplicas:
         model: str,
         config: EngineConfig,
         max_step_time: float | None,
-        warm_up: bool,
+        warm_up: WarmUp,
         *,
         cpus: int = 1,
         most: int = 1,
@@ -122,7 +123,7 @@ class RayReplicas:
         model: str,
         config: EngineConfig,
         max_step_time: float | None,
-        warm_up: bool,
+        warm_up: WarmUp,
         cpus: int,
         most: int,
     ) -> RayReplicas:

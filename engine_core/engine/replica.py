@@ -21,6 +21,7 @@ from typing import Any, Self, TypeVar, cast
 from engine_core import own_process
 from engine_core.configs import EngineConfig
 from engine_core.engine import process
+from engine_core.engine.arguments import WarmUp
 from engine_core.engine.process import Decoder, Failure
 from engine_core.errors import EngineDeadError, OptionError, RemoteTracebackError
 
@@ -165,7 +166,7 @@ class ProcessReplica(asyncio.Protocol, MessageReplica):
         model: str,
         config: EngineConfig,
         max_step_time: float | None,
-        warm_up: bool,
+        warm_up: WarmUp,
         listener: socket.socket | None = None,
         environment: Mapping[str, str] | None = None,
         label: str = "",

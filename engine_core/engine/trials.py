@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Generator
 
 from engine_core.configs import SamplingParams
 from engine_core.engine.pacing import Pacing
@@ -25,17 +26,20 @@ _ROWS = 8
 _PROMPT, _UNTIMED = 2, 7
 
 
-def run_trials(executor: Executor, scheduler: Scheduler, pacing: Pacing, seconds: float) -> None:
+def trials(
+    executor: Executor, scheduler: Scheduler, pacing: Pacing, seconds: float
+) -> Generator[None, None, None]:
     """Tell ``pacing`` how long decode steps take, alone and beside prompts of several sizes.
 
-    Steps of each kind are run untimed before, so that what they load, compile or record is there
-    for the first request. It ends before the step that would take it beyond ``seconds``: on a slow
-    machine after the first decode steps. Up to nine rows of the persistent batch are used, and
-    blocks that are given back.
+    It gives way after each step, and runs the next one when it is asked for more; where it is
+    closed before, it leaves nothing behind either. Steps of each kind are run untimed before, so
+    that what they load, compile or record is there for the first request. It ends before the step
+    that would take it beyond ``seconds``: on a slow machine after the first decode steps. Up to
+    nine rows of the persistent batch are used, and blocks that are given back.
 
     Args:
-        executor: idle.
-        scheduler: without sequences; only its blocks are used.
+        executor: idle, and so whenever a step is asked for.
+        scheduler: without sequences until the end; only its blocks are used.
         pacing: told of each timed step.
         seconds: that timed steps may take together.
     """
@@ -89,14 +93,19 @@ def run_trials(executor: Executor, scheduler: Scheduler, pacing: Pacing, seconds
         admitted: list[Admission] = []
         prompts = tuple(planned(row, 0, _PROMPT, admitted) for row in range(many))
         executor.submit(StepPlan(0, prompts, tuple(admitted))).result()
+        yield
         # What runs for the first time is loaded, or compiled: pacing is not told of it. On a CPU
         # a step is recorded the second time that its number of rows comes, and compared the third;
         # where steps are long, recordings matter little.
         for decoding in (1, many):
             run(decoding, 0, told=False)
+            yield
             if run(decoding, 0, told=False) < seconds / 8:
+                yield
                 run(decoding, 0, told=False)
+            yield
         run(many, sizes[0] if sizes else 0, told=False)
+        yield
         end = time.monotonic() + seconds
         taken, before = 0.0, 1
         for decoding, size in kinds:
@@ -104,10 +113,11 @@ def run_trials(executor: Executor, scheduler: Scheduler, pacing: Pacing, seconds
                 if time.monotonic() + taken * max(1, size) / before > end:
                     return
                 taken, before = run(decoding, size, told=turn > 0), max(1, size)
+                yield
     finally:
         for tables in blocks:
             for table in tables:
                 pool.release(table)
 
 
-__all__ = ["run_trials"]
+__all__ = ["trials"]

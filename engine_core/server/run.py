@@ -197,7 +197,7 @@ def start_engine(
         max_queued_requests=settings.max_queued_requests,
         step_timeout=settings.step_timeout,
         max_step_time=settings.max_step_time,
-        warm_up=True,
+        warm_up=settings.warm_up == "before" or "beside",
         listener=listener,
         replicas=settings.replicas,
         max_restarts=settings.replica_restarts,

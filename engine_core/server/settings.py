@@ -82,6 +82,9 @@ class ServerSettings(FrozenConfig):
     """Seconds that a step should take at most while texts are being generated; prompts that come
     meanwhile are computed in pieces. On a GPU 1.4 times that while prompts for more than 2 steps
     wait. 0.03 on a GPU and 0.25 on a CPU if not set."""
+    warm_up: Literal["before", "beside"] = "beside"
+    """When CUDA graphs of all likely steps are captured: beside requests, of which one then waits
+    for a capture now and then, a tenth of a second, or before the first of them is taken."""
     drain_timeout: float = Field(default=30.0, ge=0)
     """Seconds that requests in flight have to end after SIGTERM."""
     api_server_count: int = Field(default=1, ge=1, le=64)

@@ -782,6 +782,14 @@ class FakeCore:
         self.events.append("capture")
         return True
 
+    def time_steps(self, seconds: float) -> Iterator[None]:
+        try:
+            for number in range(1, 4):
+                self.events.append(f"timed {number} of {seconds}")
+                yield
+        finally:
+            self.events.append("left")
+
 
 class ScriptedLinks(process._Links):
     """Before each look something comes, or nothing; in the end the other side is gone.
@@ -825,9 +833,10 @@ NOTHING = b""
 IDLE = process._IDLE_SECONDS
 
 
-def run_core(channel: ScriptedLinks, core: FakeCore) -> None:
+def run_core(channel: ScriptedLinks, core: FakeCore, seconds: float = 0.0) -> None:
+    leisure = process._Leisure(cast(Any, core), NOBODY, seconds)
     with contextlib.closing(channel), pytest.raises(EOFError):
-        process._run(channel, cast(Any, core), NOBODY)
+        process._run(channel, cast(Any, core), leisure)
 
 
 def test_an_idle_core_captures_all_there_is_and_then_waits_without_end() -> None:
@@ -845,6 +854,16 @@ def test_a_core_captures_when_it_has_been_idle_for_a_while_after_a_request() -> 
     run_core(channel, core)
     assert channel.waits == [IDLE, 0.0, IDLE, 0.0, IDLE]
     assert core.events == ["step", "step", "capture", "abort a", "capture"]
+
+
+def test_steps_are_timed_once_all_are_captured_and_anew_if_something_came_between() -> None:
+    core = FakeCore(captures=1)
+    channel = ScriptedLinks([NOTHING, NOTHING, NOTHING, ABORT, *[NOTHING] * 4, ABORT, NOTHING])
+    run_core(channel, core, 2.0)
+    assert channel.waits == [IDLE, 0.0, 0.0, 0.0, IDLE, 0.0, 0.0, 0.0, None, IDLE]
+    timed = ["timed 1 of 2.0", "timed 2 of 2.0", "timed 3 of 2.0"]
+    # What was begun is over before the command is obeyed; what has come to its end is not repeated.
+    assert core.events == ["capture", *timed[:2], "left", "abort a", *timed, "left", "abort a"]
 
 
 def test_what_comes_while_the_device_is_busy_is_heard_before_the_next_step() -> None:

@@ -8,12 +8,13 @@ from concurrent.futures import Future
 from itertools import pairwise
 from typing import Any
 
+import pytest
 from golden_fixtures import golden_llm, golden_prompts
 
 from engine_core import SamplingParams
 from engine_core.configs import CacheConfig, CacheGroup, KVCacheSpec, SchedulerConfig
 from engine_core.engine.pacing import Pacing
-from engine_core.engine.trials import run_trials
+from engine_core.engine.trials import trials
 from engine_core.scheduler import Scheduler
 from engine_core.steps import StepPlan, StepResult
 
@@ -37,7 +38,7 @@ def test_trials_time_decode_steps_and_prompts_beside_them_and_leave_nothing() ->
         core = llm.engine.core
         notes = Notes(core.scheduler)
         before = core.stats()
-        run_trials(core.executor, core.scheduler, notes, 60.0)
+        list(trials(core.executor, core.scheduler, notes, 60.0))
         sizes = [plan.rows[-1].num_tokens for plan in notes.told]
         # The longest sequence has 160 tokens, and one of the four rows is the prompt's.
         assert sizes == [size for size in (1, 1, 16, 64, 128) for _ in range(3)]
@@ -57,7 +58,7 @@ def test_trials_of_captured_steps_have_the_sizes_that_these_hold() -> None:
     with golden_llm("llama-gqa", max_num_seqs=4) as llm:
         core = llm.engine.core
         notes = Notes(core.scheduler, rooms=(32, 64))
-        run_trials(core.executor, core.scheduler, notes, 60.0)
+        list(trials(core.executor, core.scheduler, notes, 60.0))
         sizes = [plan.rows[-1].num_tokens for plan in notes.told[6:]]
         # With room for 32 decoding rows they hold 32, 96 and 160 tokens.
         assert sizes == [size for size in (16, 32, 96) for _ in range(3)]
@@ -78,7 +79,7 @@ def test_rows_of_trials_have_blocks_for_all_their_positions() -> None:
             return done
 
     executor: Any = Executor()
-    run_trials(executor, scheduler, Notes(scheduler, rooms=(32, 64)), 60.0)
+    list(trials(executor, scheduler, Notes(scheduler, rooms=(32, 64)), 60.0))
     assert max(row.num_tokens for plan in plans for row in plan.rows) == 2016
     blocks = Counter[str]()
     for plan in plans:
@@ -93,6 +94,26 @@ def test_trials_end_when_their_time_is_over() -> None:
     with golden_llm("llama-gqa", max_num_seqs=4) as llm:
         core = llm.engine.core
         notes = Notes(core.scheduler)
-        run_trials(core.executor, core.scheduler, notes, 0.0)
+        list(trials(core.executor, core.scheduler, notes, 0.0))
         assert notes.told == []
+        assert core.scheduler.pool.num_used == 0
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 12])
+def test_trials_may_be_left_after_any_step_for_a_request(steps: int) -> None:
+    prompt = golden_prompts("llama-gqa")[0]
+    with golden_llm("llama-gqa", max_num_seqs=4) as llm:
+        core = llm.engine.core
+        timing = core.time_steps(60.0)
+        for _ in range(steps):
+            next(timing)
+        assert core.scheduler.pool.num_used > 0
+        timing.close()
+        assert core.scheduler.pool.num_used == 0
+        core.scheduler.check()
+        params = SamplingParams(temperature=0.0, max_tokens=len(prompt.new_tokens))
+        (output,) = llm.generate([prompt.input_ids], params)
+        assert output.outputs[0].token_ids == prompt.new_tokens
+        # And begun anew, to the end.
+        assert len(list(core.time_steps(60.0))) > 20
         assert core.scheduler.pool.num_used == 0
