@@ -82,8 +82,12 @@ def _begin(opened: Opened) -> Compiles:
         or os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
     ):
         return NOBODY
+    from engine_core.engine import kept_kernels
+
     # It imports what it needs while this process asks the GPU, which takes some tenths of a second.
-    forked = _fork() if threading.active_count() == 1 else None
+    forked = None
+    if threading.active_count() == 1 and not kept_kernels.may_be_kept(source, config):
+        forked = _fork()
     try:
         task = _task(opened)
         if task is not None:

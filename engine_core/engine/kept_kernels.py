@@ -7,18 +7,21 @@ import json
 import logging
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import engine_core
 from engine_core.configs import EngineConfig
 from engine_core.kernels import GPU
-from engine_core.runtime.ahead import Part, is_kept
 from engine_core.runtime.source import ModelSource
+
+if TYPE_CHECKING:  # Triton takes some tenths of a second
+    from engine_core.runtime.ahead import Part
 
 logger = logging.getLogger(__name__)
 
@@ -46,17 +49,49 @@ def made_for(source: ModelSource, config: EngineConfig, gpu: GPU) -> MadeFor:
     from triton.backends.nvidia.compiler import get_ptxas_version
 
     arch = 10 * gpu.capability[0] + gpu.capability[1]
-    settings = {name: getattr(config, name) for name in _SETTINGS}
+    return {
+        **_asked(source, config),
+        "gpu": [list(gpu.capability), gpu.shared_memory, gpu.num_multiprocessors],
+        "triton": triton_version,
+        "ptxas": _digest(get_ptxas_version(arch)),
+        **_installed(),
+    }
+
+
+def may_be_kept(source: ModelSource, config: EngineConfig) -> bool:
+    """Whether kernels of such a start are there, for some GPU and some Triton.
+
+    It imports nothing, and asks no GPU.
+    """
+    asked = _asked(source, config)
+    for file in folder().glob(f"{_PREFIX}*.json"):
+        try:
+            made = json.loads(file.read_text())["made_for"]
+            if {name: made[name] for name in asked} != asked:
+                continue
+            installed = _installed()
+            if {name: made[name] for name in installed} == installed:
+                return True
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return False
+
+
+def _asked(source: ModelSource, config: EngineConfig) -> MadeFor:
+    """The part of it that a user asked for."""
     return {
         "model": _digest(source.model_config.model_dump_json()),
         "class": source.model_class.__qualname__,
         "dtype": str(source.dtype),
         "kv_cache_dtype": source.kv_cache_dtype,
         "scheme": None if source.scheme is None else source.scheme.name,
-        "settings": settings,
-        "gpu": [list(gpu.capability), gpu.shared_memory, gpu.num_multiprocessors],
-        "triton": triton_version,
-        "ptxas": _digest(get_ptxas_version(arch)),
+        "settings": {name: getattr(config, name) for name in _SETTINGS},
+    }
+
+
+def _installed() -> MadeFor:
+    """The part of it that is installed, but for Triton."""
+    return {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "engine-core": _sources(),
@@ -68,6 +103,8 @@ def are_kept(made: MadeFor) -> bool:
 
     A line of the log says what differs if there are only some of another version.
     """
+    from engine_core.runtime.ahead import is_kept
+
     try:
         note = json.loads(_file(made).read_text())
         return all(is_kept(key, file) for file, key in note["kernels"])
@@ -118,9 +155,12 @@ def _tell_stale(made: MadeFor) -> None:
 
 def folder() -> Path:
     """The cache of Triton's compiled kernels."""
-    from triton import knobs
+    if "triton" in sys.modules:  # whose user may have set it
+        from triton import knobs
 
-    return Path(knobs.cache.dir)
+        return Path(knobs.cache.dir)
+    home = os.environ.get("TRITON_HOME") or Path.home()
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache"))
 
 
 def _file(made: MadeFor) -> Path:

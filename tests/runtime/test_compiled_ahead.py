@@ -150,9 +150,11 @@ def test_a_process_that_writes_something_else_is_not_waited_for(
     assert "any more: TypeError" in caplog.text
 
 
+@pytest.mark.parametrize("kept", [False, True])
 def test_no_start_fails_by_what_compiles_ahead(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, kept: bool
 ) -> None:
+    """No process is begun where all seems to be there."""
     caplog.set_level(logging.INFO)
     source = SimpleNamespace(
         device=torch.device("cuda"), model_config=SimpleNamespace(pooling=None), state_known=True
@@ -167,14 +169,16 @@ def test_no_start_fails_by_what_compiles_ahead(
             begun.append(pid)
 
     monkeypatch.setattr(beside, "Forked", Noted)
+    monkeypatch.setattr(kept_kernels, "may_be_kept", lambda *_: kept)
     monkeypatch.setattr(threading, "active_count", lambda: 1)
     assert compile_beside(opened) is NOBODY  # here is no GPU, and this is no model
     (record,) = caplog.records
     assert record.message.startswith("kernels are not compiled ahead: ")
     # What was forked meanwhile is gone.
-    (pid,) = begun
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    assert len(begun) == (not kept)
+    for pid in begun:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 @pytest.mark.parametrize(
@@ -404,3 +408,63 @@ def test_a_note_says_for_what_all_kernels_are_there(
     assert not kept_kernels.are_kept(MADE)
     note.write_text("{")
     assert not kept_kernels.are_kept(MADE)
+
+
+def test_a_start_knows_before_it_asks_a_gpu_whether_kernels_may_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    source: Any = SimpleNamespace(
+        model_config=SimpleNamespace(model_dump_json=lambda: "{}"),
+        model_class=Fake,
+        dtype=torch.bfloat16,
+        kv_cache_dtype="auto",
+        scheme=None,
+    )
+    config = EngineConfig(max_num_seqs=4)
+    assert not kept_kernels.may_be_kept(source, config)
+    (tmp_path / "engine-core-0.json").write_text("{")
+    made = kept_kernels.made_for(source, config, GPU.of_capability((9, 0)))
+    note = kept_kernels.keep(made, [])
+    assert kept_kernels.may_be_kept(source, config)
+    assert not kept_kernels.may_be_kept(source, EngineConfig(max_num_seqs=5))
+    source.dtype = torch.float16
+    assert not kept_kernels.may_be_kept(source, config)
+    source.dtype = torch.bfloat16
+    # Another GPU's kernels, and Triton's, are seen only later; another engine's now.
+    for name, may_be in (("gpu", True), ("triton", True), ("torch", False), ("engine-core", False)):
+        note.write_text(json.dumps({"made_for": made | {name: "another"}, "kernels": []}))
+        assert kept_kernels.may_be_kept(source, config) is may_be
+
+
+_WHERE = """
+import os, sys
+from engine_core.engine.kept_kernels import folder
+
+def found():
+    places = []
+    for name in ("", "TRITON_HOME", "TRITON_CACHE_DIR"):
+        if name:
+            os.environ[name] = "/" + name
+        places.append(folder())
+    del os.environ["TRITON_HOME"], os.environ["TRITON_CACHE_DIR"]
+    return places
+
+before = found()
+assert "triton" not in sys.modules
+import triton
+assert before == found(), (before, found())
+assert len(set(before)) == 3
+"""
+
+
+def test_the_cache_is_found_without_triton_where_triton_has_it() -> None:
+    environment = {name: value for name, value in os.environ.items() if "TRITON" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", _WHERE],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
