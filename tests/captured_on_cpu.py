@@ -87,6 +87,9 @@ class CpuCapturer:
         _fail_if_asked("capture")
         return Replayed(function, outputs, self.captures), outputs
 
+    def reserve(self, count: int) -> None:
+        del count
+
     def free_memory(self) -> int:
         free = _folder() / "free"
         return int(free.read_text().split()[_rank()]) if free.exists() else 1 << 40

@@ -41,6 +41,12 @@ class Capturer(Protocol):
     def capture(self, function: Callable[[], T]) -> tuple[Graph, T]:
         """A graph of what the function has the device do, and its result, which replays refill."""
 
+    def reserve(self, count: int) -> None:
+        """Have so many bytes for captures, whichever is the first.
+
+        Else each that needs more than all before would take memory of its own.
+        """
+
     def free_memory(self) -> int:
         """Bytes available to a step."""
 
@@ -53,6 +59,7 @@ class CudaCapturer:
         self._pool = torch.cuda.graph_pool_handle()
         # One for all: captures share memory only with those on the same stream.
         self._stream = torch.cuda.Stream(device)
+        self._reserves: list[Graph] = []
 
     def run(self, function: Callable[[], T]) -> T:
         """See :class:`Capturer`."""
@@ -75,6 +82,15 @@ class CudaCapturer:
                 return function()
 
         return graph, self._apart(record)
+
+    def reserve(self, count: int) -> None:
+        """See :class:`Capturer`. What a graph has freed is there for all others of its pool."""
+
+        def take() -> None:
+            room = torch.empty(count, dtype=torch.uint8, device=self._device)
+            room[:1].zero_()  # an empty graph would be warned of
+
+        self._reserves.append(self.capture(take)[0])
 
     def free_memory(self) -> int:
         """Free memory of the device, and memory that PyTorch caches."""

@@ -221,6 +221,8 @@ class _Graphs(ABC):
         # Whether all that is expected was captured, as somebody took the time to ask for.
         self._complete = False
         self._capturer = state.capturer(self._device)
+        # Bytes that the largest step takes, if others may be captured before it.
+        self._largest_bytes = 0
 
     def forget(self) -> None:
         """Drop all graphs, as there is more state per row or token than when captured."""
@@ -380,6 +382,7 @@ class _Graphs(ABC):
     def _make(self, key: GraphKey) -> Captured:
         """Capture the step of this key."""
         self._state.compiles.wait(key)
+        self._reserve()
         read: list[Tensor | None] = []
 
         def prepare() -> _Step:
@@ -390,6 +393,12 @@ class _Graphs(ABC):
         graph, outputs = capture(self._capturer, self._state.agreement, prepare)
         logits, tokens, status = outputs
         return Captured(graph, logits, StepOutputs(tokens=tokens, status=status), read[-1])
+
+    def _reserve(self) -> None:
+        """Before the first capture: have the memory of the largest, if there is plenty."""
+        count, self._largest_bytes = self._largest_bytes, 0
+        if count and self._capturer.free_memory() >= count + self._state.step_bytes:
+            self._capturer.reserve(count)
 
 
 class DecodeGraphs(_Graphs):
@@ -645,8 +654,12 @@ class GraphSteps(_Graphs):
             # device runs them can do nothing else.
             beside = _steps_beside(max_chunk, state.steps.max_rows)
             expected += [key for key in beside if key.tokens <= 2 * max_tokens]
-        # The largest of the others first: what comes after reuses its memory.
+        # The largest of the others first: what comes after reuses its memory. But one that is
+        # needed, or whose kernels are there, may come before.
         super().__init__(state, at_start=expected[:1], later=sorted(expected[1:], reverse=True))
+        largest = max((key.tokens for key in expected), default=0)
+        most = max_num_batched_tokens + state.steps.max_rows
+        self._largest_bytes = state.step_bytes * largest // most
         self._max_tokens = max_tokens
         rows = min(3, state.steps.max_rows)
         sizes = [min(tokens, max_num_batched_tokens) for tokens in (250, 2050)]

@@ -191,9 +191,9 @@ class ModelRunner:
         # The choice of each row's sequence; -1 for None.
         self._choices = np.full(rows, -1, dtype=np.int64)
         # One row more than there are sequences: a graph's padding is computed in it.
-        self._sampler = Sampler(
-            rows + 1, device, grammar_compiler, lambda: compiles.ready(others_of(DecodeGraphs))
-        )
+        self._decode_graphs: DecodeGraphs | None = None
+        self._compiles = compiles
+        self._sampler = Sampler(rows + 1, device, grammar_compiler, self._is_choice_compiled)
         self.guides = self._sampler.guides  # what compiles the grammars of requests
         self._state = StepState(
             self._tables,
@@ -223,7 +223,6 @@ class ModelRunner:
         repeats = not eager and pooling is None and _may_repeat(model, device)
         if device.type == "cpu" and repeats and agreement.size == 1 and compiled.available():
             self._recorded_steps = RecordedSteps(self._state, forward)
-        self._decode_graphs: DecodeGraphs | None = None
         self._graph_steps: GraphSteps | None = None
         self._media_graphs: MediaGraphs | None = None
         capturer = compiles.capturer or capturer_of(device)
@@ -271,6 +270,10 @@ class ModelRunner:
                 del coming[each]
             else:
                 coming[each] = key
+
+    def _is_choice_compiled(self) -> bool:
+        """Whether kernels of random choice need no compile now, or nobody compiles them ahead."""
+        return self._decode_graphs is None or self._compiles.ready(others_of(DecodeGraphs))
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
