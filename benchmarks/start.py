@@ -134,7 +134,9 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--map", type=Path, help="a module map, which every rank runs")
     arguments = parser.parse_args()
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO)
+    logging.basicConfig(
+        format="%(relativeCreated)6d ms %(levelname)s: %(message)s", level=logging.INFO
+    )
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = str(arguments.cache or Path(folder) / "kernels")
         model = write_config(arguments.shape, Path(folder) / arguments.shape)

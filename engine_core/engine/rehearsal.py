@@ -16,6 +16,7 @@ import signal
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
+from threading import Thread
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -176,12 +177,15 @@ def rehearse(
 def _import_kernels() -> None:
     """Import what most models launch, and have Triton read itself for its keys.
 
-    It takes a second of a processor, in which the engine finds out what the task is.
+    It takes a second of processors, in which the engine finds out what the task is. Reading and
+    hashing Triton leaves the interpreter to the imports. There is one thread again in the end.
     """
+    reading = Thread(target=triton_key)
+    reading.start()
     with suppress(Exception):  # else it is imported where it is launched, which says what is wrong
         for name in _USUAL:
             import_module(f"engine_core.kernels.{name}.triton")
-        triton_key()
+    reading.join()
 
 
 def live(given: int, told: int) -> NoReturn:

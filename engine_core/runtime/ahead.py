@@ -290,6 +290,7 @@ class Compilers:
         hits: variants that were in the cache already.
         done: all that is in the cache now.
         failed: what could not be compiled.
+        longest: the compile that took longest.
         seconds: of all compiles together.
     """
 
@@ -302,6 +303,7 @@ class Compilers:
         self.hits, self.seconds = 0, 0.0
         self.done: list[Part] = []
         self.failed: list[Compiled] = []
+        self.longest: Compiled | None = None
 
     def knows(self, part: Part) -> bool:
         """Whether it was added before."""
@@ -319,6 +321,8 @@ class Compilers:
             f"{variants.total()} variants of {len(variants)} kernels, {self.hits} of them kept "
             f"from before and the others compiled in {self.seconds:.1f} s of processes"
         )
+        if self.longest is not None:
+            text += f" ({self.longest.part.name} in {self.longest.seconds:.1f} s)"
         if modules := len(self.done) - variants.total():
             text += f", with {modules} modules to launch them"
         return text + (f", and {len(self.failed)} not compiled" if self.failed else "")
@@ -370,6 +374,8 @@ class Compilers:
             error = why or f"{part.name}: its compiler ended {own_process.how_ended(code)}"
         end = Compiled(part, time.monotonic() - begin, error)
         self.seconds += end.seconds
+        if self.longest is None or end.seconds > self.longest.seconds:
+            self.longest = end
         if error is None:
             self.done.append(part)
         else:
