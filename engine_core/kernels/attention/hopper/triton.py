@@ -125,7 +125,6 @@ class _Buffers(NamedTuple):
     k_empty: Any
     v_full: Any
     v_empty: Any
-    end_full: Any
 
 
 # Rows whose lengths are looked at together.
@@ -314,21 +313,14 @@ def _load(
                 mbarrier.wait(buffers.v_empty.index(stage), parity)
                 column = kv_head * v_head_stride
                 valid = kv_len - tile * KEYS
-                if valid >= KEYS:
-                    barrier = buffers.v_full.index(stage)
-                    mbarrier.expect(barrier, TILE_BYTES)
-                    _load_tile(
-                        descs.v, descs.v_rest, v_boxes, v_rests, stage, barrier, rows, column, BOX,
-                        FORM,
-                    )  # fmt: skip
-                else:
+                # Behind those of the stages is the barrier of a row's end, which waits here.
+                barrier = buffers.v_full.index(gl.where(valid < KEYS, STAGES, stage))
+                mbarrier.expect(barrier, TILE_BYTES)
+                _load_tile(
+                    descs.v, descs.v_rest, v_boxes, v_rests, stage, barrier, rows, column, BOX, FORM
+                )
+                if valid < KEYS:
                     # Slots behind the last token may hold anything, and 0 * NaN is NaN.
-                    barrier = buffers.end_full.index(0)
-                    mbarrier.expect(barrier, TILE_BYTES)
-                    _load_tile(
-                        descs.v, descs.v_rest, v_boxes, v_rests, stage, barrier, rows, column, BOX,
-                        FORM,
-                    )  # fmt: skip
                     mbarrier.wait(barrier, ends & 1)
                     ends += 1
                     _zero_end(v_chunks, stage, valid, PANELS, _PANEL, KEYS)
@@ -341,14 +333,15 @@ def _load(
 
 @gluon.jit
 def _softmax(
-    logits, maximum, denominator, scale, first_key, query_pos, MASKED: gl.constexpr,
-    KEYS: gl.constexpr, LAYOUT: gl.constexpr,
+    logits, maximum, denominator, scale, first_key, query_pos, masked, KEYS: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Fold logits into the running softmax of each row; returns weights and the old one's factor.
 
-    A row's first tile has a key that it sees, so that no maximum is infinite.
+    Whether a tile is ``masked`` is seen while it runs: code for both kinds takes twice as long to
+    compile. A row's first tile has a key that it sees, so that no maximum is infinite.
     """
-    if MASKED:
+    if masked:
         keys = gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))
         logits = gl.where(keys[None, :] <= (query_pos - first_key)[:, None], logits, float("-inf"))
     new_maximum = gl.maximum(maximum, gl.max(logits, axis=1))
@@ -387,7 +380,7 @@ def _attend_tile(
     query_pos,
     scale,
     buffers,
-    MASKED: gl.constexpr,
+    masked,
     FORM: gl.constexpr,
     LOGITS: gl.constexpr,
     ACC: gl.constexpr,
@@ -410,7 +403,7 @@ def _attend_tile(
         logits = warpgroup_mma_wait(1, deps=(logits,))
     mbarrier.arrive(buffers.k_empty.index(stage))
     weights, maximum, denominator, rescale = _softmax(
-        logits, maximum, denominator, scale, tile * FORM.keys, query_pos, MASKED, FORM.keys, LOGITS
+        logits, maximum, denominator, scale, tile * FORM.keys, query_pos, masked, FORM.keys, LOGITS
     )
     if FORM.rest:
         acc, rest = warpgroup_mma_wait(0, deps=(acc, rest))
@@ -425,12 +418,12 @@ def _attend_tile(
 
 @gluon.jit
 def _store(
-    out_ptr, y, query_begin, first_query, num_queries, head_tile, NUM_HEADS: gl.constexpr,
-    PACKED: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr, D: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    out_ptr, y, query_begin, first_query, num_queries, head_tile, first_row,
+    NUM_HEADS: gl.constexpr, PACKED: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
+    D: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Store COLUMNS of heads of D, from FIRST on."""
-    in_tile = gl.arange(0, _ROWS, gl.SliceLayout(1, LAYOUT))
+    """Store COLUMNS of heads of D, from FIRST on: the rows of a half tile from ``first_row`` on."""
+    in_tile = first_row + gl.arange(0, y.shape[0], gl.SliceLayout(1, LAYOUT))
     dims = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     queries = first_query + in_tile // PACKED
     heads = head_tile * PACKED + in_tile % PACKED
@@ -447,13 +440,14 @@ def _zero_padding(
     D: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Store zeros as COLUMNS of the results of rows of padding, from FIRST on."""
-    zeros = gl.zeros([_ROWS, COLUMNS], out_ptr.dtype.element_ty, LAYOUT)
-    rows = gl.arange(0, _ROWS, gl.SliceLayout(1, LAYOUT))
+    ROWS: gl.constexpr = 1024 // COLUMNS  # 16 bytes per thread
+    zeros = gl.zeros([ROWS, COLUMNS], out_ptr.dtype.element_ty, LAYOUT)
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     dims = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     first = plan.pad_begin.to(gl.int64) * NUM_HEADS
     count = (plan.pad_end - plan.pad_begin) * NUM_HEADS
-    start = (gl.program_id(0) * 2 + group) * _ROWS
-    for begin in range(start, count, gl.num_programs(0) * 2 * _ROWS):
+    start = (gl.program_id(0) * 2 + group) * ROWS
+    for begin in range(start, count, gl.num_programs(0) * 2 * ROWS):
         place = begin + rows
         pointers = out_ptr + (first + place)[:, None] * D + dims[None, :]
         mask = (place < count)[:, None]
@@ -463,8 +457,131 @@ def _zero_padding(
 
 
 @gluon.jit
+def _attend_item(
+    out_ptr,
+    buffers,
+    scale,
+    group,
+    work,
+    items,
+    used,
+    NUM_HEADS: gl.constexpr,
+    PACKED: gl.constexpr,
+    D: gl.constexpr,
+    FORM: gl.constexpr,
+):
+    """Attend a warp group's half of a tile of queries; returns how many tiles of keys are used up.
+
+    A function of its own: the front end visits code within loops and conditions several times.
+    """
+    KEYS: gl.constexpr = FORM.keys
+    MAIN: gl.constexpr = FORM.main
+    STAGES: gl.constexpr = FORM.stages
+    SLOTS: gl.constexpr = FORM.slots
+    # Without a rest the smallest, which nothing uses.
+    REST: gl.constexpr = FORM.rest if FORM.rest else 16
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
+    ACC_REST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    # 16 bytes per thread.
+    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // MAIN, MAIN // 8], [4, 1], [1, 0])
+    OUT_REST: gl.constexpr = gl.BlockedLayout([1, 8], [256 // REST, REST // 8], [4, 1], [1, 0])
+    _, query_begin, first_query, num_queries, kv_len, head_tile, key_tiles = work
+    first_query += group * (_ROWS // PACKED)
+    first_pos = kv_len - num_queries + first_query
+    query_pos = first_pos + gl.arange(0, _ROWS, gl.SliceLayout(1, LOGITS)) // PACKED
+    # Key tiles that all of these queries see as a whole.
+    full = (first_pos + 1) // KEYS
+    slot = items % SLOTS
+    mbarrier.wait(buffers.q_full.index(slot), items // SLOTS & 1)
+    q = buffers.q.index(slot * 2 + group)
+    q_rest = buffers.q_rest.index(slot * 2 + group if FORM.rest else 0)
+
+    stage = used % STAGES
+    mbarrier.wait(buffers.k_full.index(stage), used // STAGES & 1)
+    logits = _multiply_keys(q, q_rest, buffers, stage, FORM, LOGITS)
+    logits = warpgroup_mma_wait(0, deps=(logits,))
+    mbarrier.arrive(buffers.k_empty.index(stage))
+    maximum = gl.full([_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LOGITS))
+    denominator = gl.zeros([_ROWS], gl.float32, gl.SliceLayout(1, LOGITS))
+    weights, maximum, denominator, _unused = _softmax(
+        logits, maximum, denominator, scale, 0, query_pos, full <= 0, KEYS, LOGITS
+    )
+    weights = gl.convert_layout(weights.to(buffers.v.dtype), WEIGHTS)
+    acc = gl.zeros([_ROWS, MAIN], gl.float32, ACC)
+    rest = gl.zeros([_ROWS, REST], gl.float32, ACC_REST)
+    used += 1
+    # Where heads are wide, whether a tile is masked is no condition: prompts were 4% slower by it.
+    APART: gl.constexpr = MAIN > 128
+    end = gl.minimum(gl.maximum(full, 1), key_tiles) if APART else key_tiles
+    for tile in range(1, end):
+        acc, rest, weights, maximum, denominator = _attend_tile(
+            acc, rest, weights, maximum, denominator, used, tile, q, q_rest, query_pos, scale,
+            buffers, False if APART else tile >= full, FORM, LOGITS, ACC, ACC_REST, WEIGHTS,
+        )  # fmt: skip
+        used += 1
+    if APART:
+        for tile in range(end, key_tiles):
+            acc, rest, weights, maximum, denominator = _attend_tile(
+                acc, rest, weights, maximum, denominator, used, tile, q, q_rest, query_pos, scale,
+                buffers, True, FORM, LOGITS, ACC, ACC_REST, WEIGHTS,
+            )  # fmt: skip
+            used += 1
+    before = (used - 1) % STAGES
+    mbarrier.wait(buffers.v_full.index(before), (used - 1) // STAGES & 1)
+    acc = warpgroup_mma(weights, buffers.v.index(before), acc, is_async=True)
+    if FORM.rest:
+        same = gl.convert_layout(weights, gl.DotOperandLayout(0, ACC_REST, 2))
+        rest = warpgroup_mma(same, buffers.v_rest.index(before), rest, is_async=True)
+        acc, rest = warpgroup_mma_wait(0, deps=(acc, rest))
+    else:
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(buffers.v_empty.index(before))
+    factor = 1.0 / denominator
+    y = acc * gl.convert_layout(factor, gl.SliceLayout(1, ACC))[:, None]
+    # By way of the queries' place, to be stored in whole lines.
+    q.store(y.to(buffers.q.dtype))
+    y = q.load(OUT)
+    y_rest = y
+    if FORM.rest:
+        y_rest = rest * gl.convert_layout(factor, gl.SliceLayout(1, ACC_REST))[:, None]
+        q_rest.store(y_rest.to(buffers.q.dtype))
+        y_rest = q_rest.load(OUT_REST)
+    fence_async_shared()
+    mbarrier.arrive(buffers.q_empty.index(slot))
+    _store(
+        out_ptr, y, query_begin, first_query, num_queries, head_tile, 0, NUM_HEADS, PACKED, 0, MAIN,
+        D, OUT,
+    )  # fmt: skip
+    if FORM.rest:
+        _store(
+            out_ptr, y_rest, query_begin, first_query, num_queries, head_tile, 0, NUM_HEADS, PACKED,
+            MAIN, REST, D, OUT_REST,
+        )  # fmt: skip
+    return used
+
+
+@gluon.jit
+def _zero_item(
+    out_ptr, work, group, NUM_HEADS: gl.constexpr, PACKED: gl.constexpr, FIRST: gl.constexpr,
+    COLUMNS: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Store zeros as COLUMNS, from FIRST on, of a warp group's half of a tile."""
+    ROWS: gl.constexpr = 1024 // COLUMNS
+    _, query_begin, first_query, num_queries, _, head_tile, _ = work
+    first_query += group * (_ROWS // PACKED)
+    y = gl.zeros([ROWS, COLUMNS], out_ptr.dtype.element_ty, LAYOUT)
+    for first_row in range(0, _ROWS, ROWS):
+        _store(
+            out_ptr, y, query_begin, first_query, num_queries, head_tile, first_row, NUM_HEADS,
+            PACKED, FIRST, COLUMNS, D, LAYOUT,
+        )  # fmt: skip
+
+
+@gluon.jit
 def _attend(
-    GROUP: gl.constexpr,
+    group,
     out_ptr,
     buffers,
     plan,
@@ -477,119 +594,34 @@ def _attend(
     PDL: gl.constexpr,
 ):
     """A warp group that multiplies: the first or second half of a tile's rows."""
-    KEYS: gl.constexpr = FORM.keys
     MAIN: gl.constexpr = FORM.main
-    STAGES: gl.constexpr = FORM.stages
-    SLOTS: gl.constexpr = FORM.slots
-    # Without a rest the smallest, which nothing uses.
-    REST: gl.constexpr = FORM.rest if FORM.rest else 16
+    REST: gl.constexpr = FORM.rest
     TOKENS: gl.constexpr = _ROWS // PACKED
-    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
-    ACC_REST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 16])
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    # 16 bytes per thread.
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // MAIN, MAIN // 8], [4, 1], [1, 0])
-    OUT_REST: gl.constexpr = gl.BlockedLayout([1, 8], [256 // REST, REST // 8], [4, 1], [1, 0])
-    in_tile = gl.arange(0, _ROWS, gl.SliceLayout(1, LOGITS))
     wait(PDL)
     items = 0
     used = 0
-    work = _work(0, plan, HEAD_TILES, TOKENS, KEYS)
+    work = _work(0, plan, HEAD_TILES, TOKENS, FORM.keys)
     for turn in range(plan.turns):
-        _, query_begin, first_query, num_queries, kv_len, head_tile, key_tiles = work
-        work = _work(turn + 1, plan, HEAD_TILES, TOKENS, KEYS)
-        if key_tiles > 0:
-            first_query += GROUP * TOKENS
-            first_pos = kv_len - num_queries + first_query
-            query_pos = first_pos + in_tile // PACKED
-            # Key tiles that all of these queries see as a whole.
-            full = (first_pos + 1) // KEYS
-            slot = items % SLOTS
-            mbarrier.wait(buffers.q_full.index(slot), items // SLOTS & 1)
-            q = buffers.q.index(slot * 2 + GROUP)
-            q_rest = buffers.q_rest.index(slot * 2 + GROUP if FORM.rest else 0)
-
-            stage = used % STAGES
-            mbarrier.wait(buffers.k_full.index(stage), used // STAGES & 1)
-            logits = _multiply_keys(q, q_rest, buffers, stage, FORM, LOGITS)
-            logits = warpgroup_mma_wait(0, deps=(logits,))
-            mbarrier.arrive(buffers.k_empty.index(stage))
-            maximum = gl.full([_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LOGITS))
-            denominator = gl.zeros([_ROWS], gl.float32, gl.SliceLayout(1, LOGITS))
-            if full > 0:
-                weights, maximum, denominator, _unused = _softmax(
-                    logits, maximum, denominator, scale, 0, query_pos, False, KEYS, LOGITS
-                )
-            else:
-                weights, maximum, denominator, _unused = _softmax(
-                    logits, maximum, denominator, scale, 0, query_pos, True, KEYS, LOGITS
-                )
-            weights = gl.convert_layout(weights.to(buffers.v.dtype), WEIGHTS)
-            acc = gl.zeros([_ROWS, MAIN], gl.float32, ACC)
-            rest = gl.zeros([_ROWS, REST], gl.float32, ACC_REST)
-            used += 1
-            full = gl.minimum(gl.maximum(full, 1), key_tiles)
-            for tile in range(1, full):
-                acc, rest, weights, maximum, denominator = _attend_tile(
-                    acc, rest, weights, maximum, denominator, used, tile, q, q_rest, query_pos,
-                    scale, buffers, False, FORM, LOGITS, ACC, ACC_REST, WEIGHTS,
-                )  # fmt: skip
-                used += 1
-            for tile in range(full, key_tiles):
-                acc, rest, weights, maximum, denominator = _attend_tile(
-                    acc, rest, weights, maximum, denominator, used, tile, q, q_rest, query_pos,
-                    scale, buffers, True, FORM, LOGITS, ACC, ACC_REST, WEIGHTS,
-                )  # fmt: skip
-                used += 1
-            before = (used - 1) % STAGES
-            mbarrier.wait(buffers.v_full.index(before), (used - 1) // STAGES & 1)
-            acc = warpgroup_mma(weights, buffers.v.index(before), acc, is_async=True)
-            if FORM.rest:
-                same = gl.convert_layout(weights, gl.DotOperandLayout(0, ACC_REST, 2))
-                rest = warpgroup_mma(same, buffers.v_rest.index(before), rest, is_async=True)
-                acc, rest = warpgroup_mma_wait(0, deps=(acc, rest))
-            else:
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(buffers.v_empty.index(before))
-            y = acc / gl.convert_layout(denominator, gl.SliceLayout(1, ACC))[:, None]
-            # By way of the queries' place, to be stored in whole lines.
-            q.store(y.to(buffers.q.dtype))
-            y = q.load(OUT)
-            y_rest = y
-            if FORM.rest:
-                y_rest = rest / gl.convert_layout(denominator, gl.SliceLayout(1, ACC_REST))[:, None]
-                q_rest.store(y_rest.to(buffers.q.dtype))
-                y_rest = q_rest.load(OUT_REST)
-            fence_async_shared()
-            mbarrier.arrive(buffers.q_empty.index(slot))
+        now = work
+        work = _work(turn + 1, plan, HEAD_TILES, TOKENS, FORM.keys)
+        if now[6] > 0:
+            used = _attend_item(
+                out_ptr, buffers, scale, group, now, items, used, NUM_HEADS, PACKED, D, FORM
+            )
             items += 1
-            _store(
-                out_ptr, y, query_begin, first_query, num_queries, head_tile, NUM_HEADS, PACKED, 0,
-                MAIN, D, OUT,
-            )  # fmt: skip
-            if FORM.rest:
-                _store(
-                    out_ptr, y_rest, query_begin, first_query, num_queries, head_tile, NUM_HEADS,
-                    PACKED, MAIN, REST, D, OUT_REST,
-                )  # fmt: skip
-        elif first_query >= 0:
+        elif now[2] >= 0:
             # A row without tokens in the cache, among others.
-            first_query += GROUP * TOKENS
-            y = gl.zeros([_ROWS, MAIN], buffers.q.dtype, OUT)
-            _store(
-                out_ptr, y, query_begin, first_query, num_queries, head_tile, NUM_HEADS, PACKED, 0,
-                MAIN, D, OUT,
-            )  # fmt: skip
-            if FORM.rest:
-                y_rest = gl.zeros([_ROWS, REST], buffers.q.dtype, OUT_REST)
-                _store(
-                    out_ptr, y_rest, query_begin, first_query, num_queries, head_tile, NUM_HEADS,
-                    PACKED, MAIN, REST, D, OUT_REST,
-                )  # fmt: skip
-    _zero_padding(out_ptr, plan, GROUP, NUM_HEADS, 0, MAIN, D, OUT)
-    if FORM.rest:
-        _zero_padding(out_ptr, plan, GROUP, NUM_HEADS, MAIN, REST, D, OUT_REST)
+            _zero_item(out_ptr, now, group, NUM_HEADS, PACKED, 0, MAIN, D, OUT)
+            if REST:
+                rest: gl.constexpr = gl.BlockedLayout(
+                    [1, 8], [256 // REST, REST // 8], [4, 1], [1, 0]
+                )
+                _zero_item(out_ptr, now, group, NUM_HEADS, PACKED, MAIN, REST, D, rest)
+    _zero_padding(out_ptr, plan, group, NUM_HEADS, 0, MAIN, D, OUT)
+    if REST:
+        rest: gl.constexpr = gl.BlockedLayout([1, 8], [256 // REST, REST // 8], [4, 1], [1, 0])
+        _zero_padding(out_ptr, plan, group, NUM_HEADS, MAIN, REST, D, rest)
 
 
 @gluon.jit(
@@ -654,9 +686,8 @@ def _hopper_prefill_kernel(
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], single),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], single),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], single),
+        gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], single),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], single),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], single),
-        gl.allocate_shared_memory(gl.int64, [1, 1], single),
     )
     for slot in gl.static_range(SLOTS):
         mbarrier.init(buffers.q_full.index(slot), count=1)
@@ -666,20 +697,23 @@ def _hopper_prefill_kernel(
         mbarrier.init(buffers.k_empty.index(stage), count=2)
         mbarrier.init(buffers.v_full.index(stage), count=1)
         mbarrier.init(buffers.v_empty.index(stage), count=2)
-    mbarrier.init(buffers.end_full.index(0), count=1)
+    mbarrier.init(buffers.v_full.index(STAGES), count=1)
     fence_async_shared()
     wait(PDL)
     TOKENS: gl.constexpr = _ROWS // PACKED
     plan = _make_plan(query_start_ptr, kv_lens_ptr, first_row, num_rows, HEAD_TILES, TOKENS)
     descs = _Descs(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc)
+    # The group is no constant, so that its function is compiled to Triton's language once.
     # Registers of a thread: 2 * 128 * 232 + 128 * 40 fit a multiprocessor's 65536.
     gl.warp_specialize(
         [
             (_attend, (
-                0, out_ptr, buffers, plan, scale, NUM_HEADS, HEAD_TILES, PACKED, D, FORM, PDL,
+                gl.to_tensor(0), out_ptr, buffers, plan, scale, NUM_HEADS, HEAD_TILES, PACKED, D,
+                FORM, PDL,
             )),
             (_attend, (
-                1, out_ptr, buffers, plan, scale, NUM_HEADS, HEAD_TILES, PACKED, D, FORM, PDL,
+                gl.to_tensor(1), out_ptr, buffers, plan, scale, NUM_HEADS, HEAD_TILES, PACKED, D,
+                FORM, PDL,
             )),
             (_load, (
                 descs, buffers, plan, block_tables_ptr, table_stride, k_head_stride, v_head_stride,
