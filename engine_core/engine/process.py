@@ -492,7 +492,9 @@ def _serve(
                 has_input_processor=source.has_input_processor,
             )
         )
-        loaded = load(opened, compiles=compiles)
+        # Vocabularies are read now, and not while the first guided request waits.
+        reads = warm_up and not config.skip_tokenizer_init and find_spec("llguidance") is not None
+        loaded = load(opened, compiles=compiles, guides=bool(reads))
     kind = source.device.type
     core = EngineCore(
         loaded,
@@ -509,19 +511,19 @@ def _serve(
         beside=True,
     )
     try:
-        guides, seconds = None, 0.0
-        if warm_up and not config.skip_tokenizer_init and find_spec("llguidance") is not None:
-            # The vocabulary is read now, and not while the first guided request waits.
-            guides = core.executor.prepare(None)
+        seconds = 0.0
+        guides = core.executor.prepare(None) if reads else None
         # Else what a family's rows need is known with their first request.
         if warm_up and source.state_known and source.model_config.pooling is None:
             seconds = _TRIAL_SECONDS[kind]
         # On a CPU there is nothing to capture, and steps are timed in a moment.
-        if warm_up is True or (warm_up and kind == "cpu"):
+        before = warm_up is True or (warm_up == "beside" and kind == "cpu")
+        if before:
             _capture_expected(core, source.device if config.num_ranks == 1 else None, compiles)
-            if guides is not None:
-                core.wait_prepared(guides)  # if it failed, a guided request will say it
-            for _ in core.time_steps(seconds) if seconds else ():
+        if guides is not None:
+            core.wait_prepared(guides)  # if it failed, a guided request will say it
+        if before and seconds:
+            for _ in core.time_steps(seconds):
                 pass
             seconds = 0.0
         plan, cache = loaded.cache_plan, loaded.cache_plan.cache_config

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +30,7 @@ from engine_core.registry import Registry, build_registry
 from engine_core.runtime import platform
 from engine_core.runtime.compiles import NOBODY, Compiles
 from engine_core.runtime.executor import Executor, ProcessExecutor, build_executor
+from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.memory import CachePlan, check_memory, plan_cache
 from engine_core.runtime.phases import Phases
 from engine_core.runtime.rank_processes import RankProcesses, fork_ranks
@@ -165,8 +168,30 @@ def _open(
     )
 
 
+class _Begun:
+    """Makes something in a thread from now on, and gives it to whoever calls it."""
+
+    def __init__(self, make: Callable[[], GrammarCompiler]) -> None:
+        self._made: Future[GrammarCompiler] = Future()
+        # A daemon: a process that is to end does not wait for it.
+        threading.Thread(target=self._run, args=(make,), name="begun", daemon=True).start()
+
+    def __call__(self) -> GrammarCompiler:
+        return self._made.result()
+
+    def _run(self, make: Callable[[], GrammarCompiler]) -> None:
+        try:
+            self._made.set_result(make())
+        except BaseException as error:
+            self._made.set_exception(error)
+
+
 def load(
-    opened: Opened, tokenizer: Tokenizer | None = None, *, compiles: Compiles = NOBODY
+    opened: Opened,
+    tokenizer: Tokenizer | None = None,
+    *,
+    compiles: Compiles = NOBODY,
+    guides: bool = False,
 ) -> Loaded:
     """Load a model and make its cache; ``opened.phases`` says how long each part took.
 
@@ -174,6 +199,8 @@ def load(
         opened: the model.
         tokenizer: the model's if this process has it.
         compiles: the kernels that are compiled beside this.
+        guides: whether the compiler of grammars is made now, while weights and kernels are waited
+            for. It holds the interpreter for a second, in which later steps would wait.
 
     Raises:
         EngineError: the model cannot run; the subclass says why.
@@ -190,6 +217,9 @@ def load(
         line = hopper_kernels([source.device])
         level = logging.INFO if line.startswith("on") else logging.WARNING
         logger.log(level, "Hopper's kernels are %s", line)
+    grammars = find_grammar_compiler(source, config, tokenizer)
+    if guides and grammars is not None and config.num_ranks == 1:
+        grammars = _Begun(grammars)
     executor = build_executor(source, config, compiles, opened.ranks)
     if not isinstance(executor, ProcessExecutor):
         _end(opened.ranks)
@@ -216,7 +246,7 @@ def load(
                 plan,
                 scheduler_config,
                 opened.eos_token_ids,
-                find_grammar_compiler(source, config, tokenizer),
+                grammars,
             )
     except BaseException:
         executor.close()

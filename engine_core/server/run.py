@@ -307,6 +307,7 @@ async def serve(
         begin.set()
     engine: AsyncEngine | None = None
     scaling: asyncio.Task[None] | None = None
+    workers: asyncio.Future[None] | None = None
     try:
         engine = await _load(starting, settings, service, registry, stop)
         if engine is None:
@@ -316,6 +317,9 @@ async def serve(
         scaling = _follow_queue(engine, settings)
         begin.set()
         on_ready(engine)
+        # The vocabulary is read now, and not when the first guided request comes; but no other
+        # request is to wait for that.
+        workers = asyncio.ensure_future(asyncio.to_thread(engine.frontend.start_workers))
         dead = asyncio.ensure_future(engine.wait_dead())
         stopped = asyncio.ensure_future(stop.wait())
         ends: set[asyncio.Future[Any]] = {dead, stopped, serving, *filter(None, (scaling,))}
@@ -347,6 +351,8 @@ async def serve(
                 frontends = [] if engine.trace is None else [engine.trace]
                 await keep_whole_trace(engine, frontends, settings.trace, settings.traced_seconds)
             await engine.close()
+        if workers is not None:
+            await asyncio.gather(workers, return_exceptions=True)
 
 
 async def keep_whole_trace(
@@ -387,8 +393,6 @@ async def _load(
             tool_parser=settings.tool_parser,
             reasoning_parser=settings.reasoning_parser,
         )
-        # The vocabulary is read now, and not while the first guided request waits.
-        await asyncio.to_thread(engine.frontend.start_workers)
     except BaseException:
         await engine.close()
         raise
