@@ -85,7 +85,8 @@ def warm(
     steps = 0
 
     def note(part: Part, later: bool) -> None:
-        compilers.add(part, later=later)
+        del later  # nobody waits for a first request
+        compilers.add(part)
         compilers.poll()
 
     def recorded(step: str, kernels: list[str]) -> None:

@@ -298,7 +298,8 @@ class Compilers:
         """``most``: how many compile at once."""
         self._most = max(1, most)
         self._queue: deque[tuple[Part, bool]] = deque()
-        self._running: dict[int, tuple[int, Part, float]] = {}  # by their pipes
+        # By their pipes: each process, what it compiles, whether that is needed later, its begin.
+        self._running: dict[int, tuple[int, Part, bool, float]] = {}
         self._known: set[str] = set()
         self.hits, self.seconds = 0, 0.0
         self.done: list[Part] = []
@@ -330,7 +331,8 @@ class Compilers:
     def add(self, part: Part, *, later: bool = False) -> bool:
         """Queue what is to be compiled; False if it is known or in the cache already.
 
-        What is needed ``later`` leaves the processors to all that is needed now.
+        What is needed ``later`` leaves the processors to all that is needed now: while there is
+        some of it left, others take up to half of them, as two share a core that runs two threads.
         """
         if part.key in self._known:
             return False
@@ -365,7 +367,7 @@ class Compilers:
 
     def _end(self, pipe: int) -> Compiled:
         """Take the end of the process with this pipe."""
-        pid, part, begin = self._running.pop(pipe)
+        pid, part, _, begin = self._running.pop(pipe)
         with os.fdopen(pipe, errors="replace") as said:
             why = said.read().strip()
         _, status = os.waitpid(pid, 0)
@@ -386,6 +388,9 @@ class Compilers:
         while self._queue and len(self._running) < self._most:
             # What the first request needs is first, and of that what takes longest.
             part, later = min(self._queue, key=lambda each: (each[1], not each[0].is_slow))
+            urgent = sum(not other for _, _, other, _ in self._running.values())
+            if later and urgent and len(self._running) >= max(1, self._most // 2):
+                return
             parent = os.getpid()
             pipe: tuple[int, ...] = ()
             try:
@@ -402,7 +407,7 @@ class Compilers:
                 _compile_alone(part, theirs, parent, later=later)
             os.close(theirs)
             self._queue.remove((part, later))
-            self._running[ours] = (pid, part, time.monotonic())
+            self._running[ours] = (pid, part, later, time.monotonic())
 
 
 def _compile_alone(part: Part, pipe: int, parent: int, *, later: bool) -> None:

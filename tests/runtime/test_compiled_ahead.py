@@ -266,6 +266,37 @@ def test_of_several_engines_one_compiles_a_kernel(
     os.close(other)
 
 
+def test_half_of_the_processes_wait_while_something_is_needed_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a core with two threads each slows down the other."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from triton.runtime.cache import get_cache_manager
+
+    names = ["now", "later", "last"]
+    held = {}
+    for name in names:
+        folder = get_cache_manager(Fake(name).key).cache_dir
+        held[name] = os.open(folder, os.O_RDONLY)
+        fcntl.flock(held[name], fcntl.LOCK_EX)
+    compilers = Compilers(4)
+    for name in ("later", "now", "last"):
+        compilers.add(Fake(name), later=name != "now")  # type: ignore[arg-type]
+    assert compilers.poll() == []
+    fcntl.flock(held["last"], fcntl.LOCK_UN)
+    time.sleep(0.2)
+    assert compilers.poll() == []  # it was not begun
+    fcntl.flock(held["now"], fcntl.LOCK_UN)
+    ends = [end.part.name for end in compilers.poll(wait=True)]
+    ends += [end.part.name for end in compilers.poll(wait=True)]
+    assert ends == ["now", "last"]
+    fcntl.flock(held["later"], fcntl.LOCK_UN)
+    (end,) = compilers.poll(wait=True)
+    assert (end.part.name, compilers.busy) == ("later", False)
+    for descriptor in held.values():
+        os.close(descriptor)
+
+
 def test_modules_are_linked_with_a_driver_that_need_not_be_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
