@@ -63,7 +63,7 @@ def space(rows: int, n: int, k: int) -> Iterator[ProductTile]:
 
 
 def variants(all_rows: list[int], shapes: list[tuple[int, int]]) -> list[tuple[Any, ...]]:
-    """What kernels are compiled for, once each."""
+    """The cases that kernels are compiled for, once each."""
     found = {}
     for rows in all_rows:
         for n, k in shapes:

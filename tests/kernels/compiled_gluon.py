@@ -73,7 +73,7 @@ def undivided(rows: int, k: int, dtype: torch.dtype) -> DeferredRMSNorm:
 
 
 def epilogue_of(ending: str, rows: int, n: int, head_dim: int, x: Tensor, tile: Tile) -> Any:
-    """What follows the products of ``x [rows, K]``."""
+    """The end that follows the products of ``x [rows, K]``."""
     residual = torch.zeros(rows, n, dtype=x.dtype)
     if ending == "added":
         return portable.Added.of(residual, residual[0], tile)

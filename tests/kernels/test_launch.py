@@ -1,4 +1,4 @@
-"""What all launches of kernels have in common."""
+"""Properties that all launches of kernels have in common."""
 
 from __future__ import annotations
 

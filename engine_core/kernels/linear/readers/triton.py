@@ -604,7 +604,7 @@ class GroupReader(NamedTuple):
 
 
 def _pairs_of(weight: GroupWeight) -> str:
-    """What scales and minima are, if they can be read as pairs of 16 bits or fours of 8."""
+    """The form of scales and minima, if they can be read as pairs of 16 bits or fours of 8."""
     kind = str(weight.scales.dtype).removeprefix("torch.")
     values = [each for each in (weight.scales, weight.minima) if each is not None]
     together = 4 if kind == "int8" else 2

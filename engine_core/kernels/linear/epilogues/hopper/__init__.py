@@ -1,1 +1,1 @@
-"""What becomes of the products of linears of few rows on Hopper, in Gluon."""
+"""Ends of linears of few rows on Hopper, in Gluon: their products become results."""

@@ -84,7 +84,7 @@ def _pair_places(first_row, num_rows, tile, SHAPE: gl.constexpr, HEAD_DIM: gl.co
 def ask_weights(
     epilogue, bias_ptr, tile, N, SHAPE: gl.constexpr, KIND: gl.constexpr, HEAD_DIM: gl.constexpr
 ):
-    """What is older than all kernels: biases, and the weight of a norm; 0 where there is none."""
+    """Values older than all kernels: biases, and the weight of a norm; 0 where there is none."""
     _rows, _mask, cols = _places(0, 0, tile, N, SHAPE, HEAD_DIM)
     bias = 0.0
     up_bias = 0.0
@@ -105,7 +105,7 @@ def ask_rows(
     epilogue, squares_ptr, first_row, num_rows, tile, N, SHAPE: gl.constexpr, KIND: gl.constexpr,
     SQUARES: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """What the kernels before wrote: squares, and residuals or slots and angles; else 0."""
+    """Values that the kernels before wrote: squares, and residuals or slots and angles; else 0."""
     OUT: gl.constexpr = out_layout(SHAPE[0], SHAPE[1], gl.num_warps(), HEAD_DIM > 0)
     rows, row_mask, cols = _places(first_row, num_rows, tile, N, SHAPE, HEAD_DIM)
     squares = 0.0
