@@ -620,8 +620,8 @@ def _attend(
                 _zero_item(out_ptr, now, group, NUM_HEADS, PACKED, MAIN, REST, D, rest)
     _zero_padding(out_ptr, plan, group, NUM_HEADS, 0, MAIN, D, OUT)
     if REST:
-        rest: gl.constexpr = gl.BlockedLayout([1, 8], [256 // REST, REST // 8], [4, 1], [1, 0])
-        _zero_padding(out_ptr, plan, group, NUM_HEADS, MAIN, REST, D, rest)
+        padded: gl.constexpr = gl.BlockedLayout([1, 8], [256 // REST, REST // 8], [4, 1], [1, 0])
+        _zero_padding(out_ptr, plan, group, NUM_HEADS, MAIN, REST, D, padded)
 
 
 @gluon.jit(
