@@ -11,15 +11,12 @@ only after it waited itself, the successor may read data from before that kernel
 
 from __future__ import annotations
 
-import ctypes
 import functools
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
 # Of an arrival count's tensor at least: more than most launches need, so that they share one.
 _LEAST_ARRIVALS = 4096
@@ -27,31 +24,6 @@ _LEAST_ARRIVALS = 4096
 # Programs of a launch that fetch weights for the L2 cache before they wait: four on each
 # multiprocessor of an H200. With all of them at it a decode step of Llama 3 8B takes 4% longer.
 FIRST_WAVE = tl.constexpr(528)
-
-# CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, and as much as there is, in percent.
-_CARVEOUT, _ALL = 9, 100
-
-
-@functools.cache
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _prefer_shared_memory(
-    module: Any, function: int, name: str, metadata_group: Any, hashed: str
-) -> None:
-    """Have the multiprocessors that run a kernel keep most of their first cache as shared memory.
-
-    One that runs programs cannot change how much of it that is, so a kernel that is launched early
-    and wants another share waits until all of them have ended. Without this a kernel with little
-    shared memory wants little, and attention and some linears want all.
-    """
-    del module, name, metadata_group, hashed
-    if torch.version.hip is None:
-        _driver().cuFuncSetAttribute(ctypes.c_void_p(function), _CARVEOUT, _ALL)
-
-
-knobs.runtime.kernel_load_end_hook.add(_prefer_shared_memory)
 
 
 @triton.jit
