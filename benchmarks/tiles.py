@@ -23,7 +23,6 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
 - ``parts=0``: heads are filled up to a power of 2; ``filled=0``: shapes that no measured one is
   like have no tile.
 - ``held=2,64``: weights that have room wait in shared memory with so many rows, none with 1,0;
-  ``gated_warps=8``: programs of gated ones have so many warps;
   ``registers=96``: weights of one row wait in so many registers of a thread at most.
 - ``at_once=1``: what follows attention is launched once it has waited, where a multiprocessor has
   no more of its programs.
@@ -157,8 +156,6 @@ def settings(text: str) -> Iterator[None]:
                         )._replace(LATE=at_once),
                     )
                 )
-            elif key == "gated_warps":
-                stack.enter_context(patch.object(linear, "HELD_GATED_WARPS", int(values)))
             elif key == "registers":
                 stack.enter_context(patch.object(linear, "HELD_REGISTERS", int(values)))
             elif key == "prefetch":

@@ -252,10 +252,8 @@ def tiles_held(tile: Tile, programs: int, k: int, gated: bool, multiprocessors: 
     return count if fits else 0
 
 
-# Rows of a weight that a program of four warps has if they wait in shared memory, and columns of a
-# step; warps of a program of a gated weight.
+# Rows of a weight that a program has if they wait in shared memory, and columns of a step.
 HELD_ROWS, HELD_COLUMNS = 64, 128
-HELD_GATED_WARPS = 4
 # Rows of x for which that is done: one row's weights wait in registers.
 HELD_FROM, HELD_TO = 2, 64
 # Bytes of shared memory that programs of a multiprocessor share, and those that each has besides.
@@ -275,14 +273,13 @@ def choose_held_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) ->
         return None
     if 8 * n * k > 3 * gpu.num_multiprocessors * _SHARED:
         return None
-    warps = HELD_GATED_WARPS if gated else 4
-    block_rows = HELD_ROWS * warps // 4
-    tiles = -(-n // block_rows)
+    block_n = HELD_ROWS // 2 if gated else HELD_ROWS
+    tiles = -(-(n // 2 if gated else n) // block_n)
     splits = 1
     while 2 * splits * tiles <= gpu.num_multiprocessors and k > splits * _HELD_SPLIT:
         splits *= 2
     steps = -(-k // (HELD_COLUMNS * splits))
-    step_bytes = 2 * HELD_COLUMNS * block_rows
+    step_bytes = 2 * HELD_COLUMNS * HELD_ROWS
     # Chunks of 64 columns come four at a time.
     x_bytes = 512 * -(-steps // 2) * max(8, 1 << (rows - 1).bit_length())
     neighbours = -(-tiles * splits // gpu.num_multiprocessors)
@@ -290,8 +287,7 @@ def choose_held_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) ->
     stages = min(steps, room // step_bytes)
     if 2 * stages < steps:
         return None
-    block_n = block_rows // 2 if gated else block_rows
-    return Tile(block_n, HELD_COLUMNS, splits, "held", warps, stages, least_rows=8, most_rows=64)
+    return Tile(block_n, HELD_COLUMNS, splits, "held", 4, stages, least_rows=8, most_rows=64)
 
 
 # By 8-bit floats, whose codes become 16 bits in registers: "wx" multiplies from there. On an H200,

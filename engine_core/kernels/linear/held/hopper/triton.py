@@ -50,9 +50,9 @@ _FAMILY = Family(
     "linears of small weights", "Steps of few rows of a small model take up to a quarter longer"
 )
 
-# Rows of the weight that each warp has; columns of a chunk, 128 bytes, the widest swizzle; chunks
-# of a step of the weight.
-_WARP_ROWS = gl.constexpr(HELD_ROWS // 4)
+# Rows of the weight that a program has, those of the matrix units; columns of a chunk, 128 bytes,
+# the widest swizzle; chunks of a step of the weight.
+_ROWS = gl.constexpr(HELD_ROWS)
 _COLS = gl.constexpr(64)
 _CHUNKS = gl.constexpr(HELD_COLUMNS // 64)
 # Chunks of x that are asked for at once.
@@ -60,15 +60,15 @@ _X_CHUNKS = gl.constexpr(4)
 
 
 @gluon.jit
-def _load_step(desc, weight, barrier, stage, step, tile, HEAD_DIM: gl.constexpr):
+def _load_step(desc, weight, barrier, stage, step, tile, HEAD_DIM: gl.constexpr, pred):
     """Begin to load a step's columns of a program's rows."""
-    BOX: gl.constexpr = desc.block_type.shape
-    row = tile * BOX[3]
+    SHAPE: gl.constexpr = desc.block_type.shape
+    rows = tile * SHAPE[3]
     head = 0
     if HEAD_DIM:
-        head = row * 2 // HEAD_DIM
-        row = row % (HEAD_DIM // 2)
-    tma_load(desc, [step * _CHUNKS, head, 0, row, 0], barrier, weight.index(stage))
+        rows = tile * _ROWS % HEAD_DIM // 2
+        head = tile * _ROWS // HEAD_DIM
+    tma_load(desc, [step * _CHUNKS, head, 0, rows, 0], barrier, weight.index(stage), pred=pred)
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
@@ -91,26 +91,25 @@ def _linear_kernel(
     SQUARES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """The products of 16 rows of the weight a warp and BLOCK_M of x, over one of SPLITS runs of K.
+    """The products of 64 rows of the weight and BLOCK_M of x, over one of SPLITS runs of K.
 
-    Of a gated weight half of them are of the gate, the others of up. A run is a whole of steps, of
-    which STAGES are in shared memory. All else is as of
+    Of a gated weight that are 32 of the gate and as many of up. A run is a whole of steps, of which
+    STAGES are in shared memory. All else is as of
     :func:`engine_core.kernels.linear.triton._linear_kernel`.
     """
     if not epilogue.LATE:
         launch_dependents(PDL)
     GATED: gl.constexpr = epilogue.GATED
     HEAD_DIM: gl.constexpr = epilogue.HEAD_DIM if KIND == "stored" else 0
-    WARPS: gl.constexpr = gl.num_warps()
-    ROWS: gl.constexpr = _WARP_ROWS * WARPS
-    BLOCK_N: gl.constexpr = ROWS // 2 if GATED else ROWS
+    BLOCK_N: gl.constexpr = _ROWS // 2 if GATED else _ROWS
     SHAPE: gl.constexpr = (BLOCK_M, BLOCK_N)
     ELEMENT: gl.constexpr = x_desc.dtype
+    WARPS: gl.constexpr = gl.num_warps()
     STEPS: gl.constexpr = (K - 1) // (_COLS * _CHUNKS) + 1
     RUN: gl.constexpr = (STEPS - 1) // SPLITS + 1
-    BYTES: gl.constexpr = _CHUNKS * ROWS * _COLS * 2
+    BYTES: gl.constexpr = _CHUNKS * _ROWS * _COLS * 2
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
-    OUT: gl.constexpr = out_layout(BLOCK_M, ROWS, WARPS, GATED or HEAD_DIM > 0)
+    OUT: gl.constexpr = out_layout(BLOCK_M, _ROWS, WARPS, GATED or HEAD_DIM > 0)
     CHUNK: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     tile, split, block = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     tiles = gl.num_programs(0)
@@ -121,7 +120,7 @@ def _linear_kernel(
     weight = gl.allocate_shared_memory(
         ELEMENT, [STAGES, BOX[0], BOX[1], BOX[2], BOX[3], BOX[4]], w_desc.layout
     )
-    weights = reinterpret(weight, ELEMENT, [STAGES * _CHUNKS, ROWS, _COLS], CHUNK)
+    weights = reinterpret(weight, ELEMENT, [STAGES * _CHUNKS, _ROWS, _COLS], CHUNK)
     X_BOXES: gl.constexpr = (RUN * _CHUNKS - 1) // _X_CHUNKS + 1
     x = gl.allocate_shared_memory(ELEMENT, [X_BOXES, _X_CHUNKS, BLOCK_M, _COLS], x_desc.layout)
     values = reinterpret(x, ELEMENT, [X_BOXES * _X_CHUNKS, BLOCK_M, _COLS], CHUNK)
@@ -134,7 +133,7 @@ def _linear_kernel(
     # The weight is older than all kernels: it does not wait for x. What is beyond K is zeros.
     for stage in gl.static_range(STAGES):
         mbarrier.expect(full.index(stage), BYTES)
-        _load_step(w_desc, weight, full.index(stage), stage, low + stage, tile, HEAD_DIM)
+        _load_step(w_desc, weight, full.index(stage), stage, low + stage, tile, HEAD_DIM, True)
     asked_before = ask_weights(epilogue, bias_ptr, tile, N, SHAPE, KIND, HEAD_DIM)
     mbarrier.expect(x_full, X_BOXES * _X_CHUNKS * BLOCK_M * _COLS * 2)
     wait(PDL)
@@ -146,7 +145,7 @@ def _linear_kernel(
     asked = ask_rows(
         epilogue, squares_ptr, first_row, num_rows, tile, N, SHAPE, KIND, SQUARES, HEAD_DIM
     )
-    acc = gl.zeros([ROWS, BLOCK_M], gl.float32, ACC)
+    acc = gl.zeros([_ROWS, BLOCK_M], gl.float32, ACC)
     mbarrier.wait(x_full, 0)
     for step in gl.static_range(RUN):
         stage = step % STAGES
@@ -163,7 +162,7 @@ def _linear_kernel(
             sync_threads()
             mbarrier.expect(full.index(stage), BYTES)
             _load_step(
-                w_desc, weight, full.index(stage), stage, low + step + STAGES, tile, HEAD_DIM
+                w_desc, weight, full.index(stage), stage, low + step + STAGES, tile, HEAD_DIM, True
             )
     acc = warpgroup_mma_wait(0, deps=(acc,))
     if epilogue.LATE:
@@ -173,9 +172,9 @@ def _linear_kernel(
     last = True
     if SPLITS > 1:
         # In the order of programs, so that all of them have room for all their columns.
-        width = tiles * ROWS
+        width = tiles * _ROWS
         size = num_rows * width
-        offsets, mask = partial_offsets(tile, first_row, num_rows, width, BLOCK_M, ROWS, OUT)
+        offsets, mask = partial_offsets(tile, first_row, num_rows, width, BLOCK_M, _ROWS, OUT)
         gl.store(partial_ptr + split * size + offsets, products, mask=mask)
         arrivals_ptr += block * tiles + tile
         sync_threads()
@@ -184,7 +183,7 @@ def _linear_kernel(
         if SPLITS > 1:
             gl.store(arrivals_ptr, 0)
             products = sum_splits(
-                partial_ptr, tile, first_row, num_rows, width, size, SPLITS, BLOCK_M, ROWS, OUT
+                partial_ptr, tile, first_row, num_rows, width, size, SPLITS, BLOCK_M, _ROWS, OUT
             )
         total = products
         up = products
@@ -239,13 +238,8 @@ def _block_m(tile: Tile, rows: int) -> int:
     return min(tile.most_rows, max(tile.least_rows, block_m))
 
 
-def _weight_descriptor(
-    weight: Tensor, block_rows: int, gated: bool, head_dim: int
-) -> TensorDescriptor:
-    """A weight by chunks, heads, halves that a program has both of, their rows, and columns.
-
-    ``block_rows`` is how many a program has.
-    """
+def _weight_descriptor(weight: Tensor, gated: bool, head_dim: int) -> TensorDescriptor:
+    """A weight by chunks, heads, halves that a program has both of, their rows, and columns."""
     n, k = weight.shape
     heads, halves = (n // head_dim, 2) if head_dim else (1, 2 if gated else 1)
     rows = n // (heads * halves)
@@ -253,7 +247,7 @@ def _weight_descriptor(
         weight,
         [k // _COLS.value, heads, halves, rows, _COLS.value],
         [_COLS.value, halves * rows * k, rows * k, k, 1],
-        [_CHUNKS.value, 1, halves, block_rows // halves, _COLS.value],
+        [_CHUNKS.value, 1, halves, HELD_ROWS // halves, _COLS.value],
         gl.NVMMASharedLayout(128, 16, rank=5),
     )
 
@@ -288,12 +282,11 @@ def linear(
     gated = epilogue.GATED.value
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     block_m = _block_m(tile, num_rows)
-    block_rows = HELD_ROWS // 4 * tile.num_warps
-    blocks = triton.cdiv(num_rows, block_m)
-    tiles = triton.cdiv(n, block_rows // 2 if gated else block_rows)
+    block_n = HELD_ROWS // 2 if gated else HELD_ROWS
+    blocks, tiles = triton.cdiv(num_rows, block_m), triton.cdiv(n, block_n)
     partial = arrivals = None
     if tile.splits > 1:
-        shape = (tile.splits, num_rows, tiles * block_rows)
+        shape = (tile.splits, num_rows, tiles * HELD_ROWS)
         partial = torch.empty(shape, dtype=torch.float32, device=rows.device)
         arrivals = arrival_counts(rows.device, tiles * blocks)
     kind = "activated"
@@ -303,9 +296,7 @@ def linear(
         kind = "added"
     run = triton.cdiv(triton.cdiv(k, HELD_COLUMNS), tile.splits)
     _linear_kernel[(tiles, tile.splits, blocks)](
-        _weight_descriptor(
-            weight, block_rows, gated, epilogue.HEAD_DIM.value if kind == "stored" else 0
-        ),
+        _weight_descriptor(weight, gated, epilogue.HEAD_DIM.value if kind == "stored" else 0),
         _x_descriptor(rows, block_m),
         epilogue,
         bias,
