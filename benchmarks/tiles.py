@@ -24,8 +24,6 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
   like have no tile.
 - ``held=2,64``: weights that have room wait in shared memory with so many rows, none with 1,0;
   ``registers=96``: weights of one row wait in so many registers of a thread at most.
-- ``at_once=1``: what follows attention is launched once it has waited, where a multiprocessor has
-  no more of its programs.
 - ``late=0``: attention is launched when queries, keys and values are, not behind their products.
 - ``coded=0``: norms and activations quantise no rows; ``scaled=0``: the rotation applies no scales.
 
@@ -99,9 +97,7 @@ def settings(text: str) -> Iterator[None]:
             key, _, values = setting.partition("=")
             key, _, field = key.partition(".")
             n, _, k = key.partition("x")
-            if key == "at_once":
-                stack.enter_context(patch.object(attention, "AT_ONCE", float(values)))
-            elif key == "stretch":
+            if key == "stretch":
                 for name in ("_STRETCH", "_NARROW_STRETCH"):
                     stack.enter_context(patch.object(attention, name, float(values)))
             elif key == "deferred":

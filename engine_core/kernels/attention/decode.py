@@ -15,9 +15,6 @@ RARELY_MERGED_SPLITS = 4
 # heads of up to 64 dimensions and with larger ones. ms of a step with 1.2 and 1.5, 256 rows of 200
 # to 1860 tokens: 24 layers of 2 KV heads of 64, 2.19 and 2.27; 32 of 8 of 128, 16.2 and 16.0.
 _NARROW_STRETCH, _STRETCH = 1.2, 1.5
-# Programs of a multiprocessor up to which the linear behind attention is launched as soon as these
-# have waited: its weight is then on its way while they attend. 0 for never.
-AT_ONCE = 0.0
 
 
 class Launch(NamedTuple):

@@ -227,7 +227,6 @@ def _decode_kernel(
     ITEM: tl.constexpr,
     MERGED_SPLITS: tl.constexpr,
     MERGED_HEADS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Up to BLOCK_G query heads of one KV head of one row over one split of its tokens.
@@ -255,9 +254,6 @@ def _decode_kernel(
     used = tl.load(items_ptr + 4)
     kv_len = tl.load(inputs.kv_lens + row)
     wait(PDL)
-    # Not before the wait: attention of a later layer reads a plan and lengths without waiting.
-    if AT_ONCE:
-        launch_dependents(PDL)
 
     in_group = tl.program_id(0) % G_TILES * BLOCK_G + tl.arange(0, BLOCK_G)
     heads = kv_head * GROUP_SIZE + in_group
@@ -289,8 +285,7 @@ def _decode_kernel(
         acc, denominator, maximum, inputs, queries, low, high, SHAPE, BLOCK_N, True
     )
     # Not before: programs of the linear that follows would take the place of these.
-    if not AT_ONCE:
-        launch_dependents(PDL)
+    launch_dependents(PDL)
     # No tokens (padding), or with a prefix and a window none that is visible in this split.
     safe = tl.where(denominator > 0.0, denominator, 1.0)
     if used > 1:
@@ -596,7 +591,6 @@ def paged_attention(call: Call) -> None:
             ITEM=ITEM,
             MERGED_SPLITS=cut.merged_splits,
             MERGED_HEADS=cut.merged_heads,
-            AT_ONCE=len(items) * head_tiles <= decode.AT_ONCE * num_multiprocessors(q.device),
             num_warps=cut.num_warps,
             num_stages=cut.num_stages,
             **pdl,
