@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -367,38 +366,3 @@ def test_instructions_make_the_numbers(bits: int, dtype: torch.dtype, launch_dev
             assert operands.split(",") == ["=r"] * 4 + ["r"] * len(inputs)
             expected = [[signed[at] - less, signed[4 + at] - less] for at in range(4)]
             assert evaluate(code, inputs, 4, dtype) == expected
-
-
-@pytest.mark.parametrize(("bits", "size", "rows"), [(4, 32, 128), (6, 16, 128), (4, 32, 130)])
-def test_scales_of_a_byte_are_read_by_fours_where_there_are_whole_ones(
-    bits: int, size: int, rows: int, launch_device: str
-) -> None:
-    """With headers, as blocks of Q4_K and Q6_K have them."""
-    from engine_core.kernels.linear import triton as kernels
-
-    columns, dtype = 512, torch.bfloat16 if launch_device == "cuda" else torch.float32
-    codes = torch.randint(2**bits, (rows, columns), dtype=torch.uint8)
-    scales, minima = torch.randint(-60, 60, (2, rows, columns // size), dtype=torch.int8)
-    headers = (torch.rand(2, rows, columns // 256) / 50).half()
-    with_minima = size == 32
-    numbers = (codes.double() - (0 if with_minima else 2 ** (bits - 1))).unflatten(1, (-1, size))
-    wide = [each.double().repeat_interleave(256 // size, 1)[..., None] for each in headers]
-    numbers = numbers * scales[..., None] * wide[0]
-    if with_minima:
-        numbers = numbers + minima[..., None] * wide[1]
-    given = (codes, scales, bits, dtype, minima if with_minima else None)
-    weight = GroupWeight.of_codes(*given, list(headers[: 1 + with_minima]), centred=not with_minima)
-    weight = replace(
-        weight,
-        **{
-            name: held.to(launch_device)
-            for name in ("words", "high", "scales", "minima", "headers")
-            if (held := getattr(weight, name)) is not None
-        },
-    )
-    reader = kernels.reader_of(weight)
-    assert reader.FLOAT.value == ("int8" if rows % 4 == 0 else "")
-    x = torch.randn(3, columns, device=launch_device).to(dtype)
-    tile = kernels.Tile(32, 4 * weight.words.shape[2], 2, "wx", 4, 2)
-    got = kernels.linear(x, reader, kernels.Activated.of(x, rows), tile)
-    assert error(got, x.double() @ numbers.flatten(1).to(launch_device).T) < TOLERANCE[dtype]

@@ -292,12 +292,7 @@ class GroupWeight(CodedWeight):
             return None
         if narrow:
             tile = replace(tile, block_k=4 * _NARROW_LANES)
-        if gpu is None or self.minima is None:
-            return tile
-        if tile.block_n == 128 and rows <= 64:
-            # Of Q4_K at 32 rows and gated 416 bytes spill, and none with half of the columns.
-            return replace(tile, block_n=64, splits=max(1, tile.splits // 2))
-        if not gated or rows <= 32:
+        if gpu is None or self.minima is None or not gated or rows <= 32:
             return tile
         # Bytes that a thread spills, of Q4_K at 64 rows: with capability 9.0 392 by 4 warps, and 8
         # by 8; with 8.0 some 3700 by either, and 56 by 4 and half of the columns.

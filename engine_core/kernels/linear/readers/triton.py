@@ -325,16 +325,12 @@ def _begin_groups(reader, rows, cols, K):
 def _float_of(values, group, rows, N, FLOAT: tl.constexpr):
     """The numbers of rows ``[BLOCK_N]`` in ``values [groups, N]``, as float32.
 
-    If FLOAT names their 8 or 16 bits, ``values`` are fours or pairs of them, int32: a load of 4
-    bytes is brought to shared memory ahead of its turn as those of words are, and a narrower one
-    waits for memory.
+    If FLOAT names their 16 bits, ``values`` are pairs of them, int32: a load of 4 bytes is brought
+    to shared memory ahead of its turn as those of words are, and a narrower one waits for memory.
     (Zeros would do the same, but products of them would be read from shared memory: Triton 3.6.)
     """
     if FLOAT == "":
         found = tl.load(values + group * N + rows).to(tl.float32)
-    elif FLOAT == "int8":
-        fours = tl.load(values + group * (N // 4) + rows // 4)
-        found = (fours >> rows % 4 * 8).to(tl.int8).to(tl.float32)
     else:
         pairs = tl.load(values + group * (N // 2) + rows // 2)
         bits = (pairs >> rows % 2 * 16).to(tl.int16)
@@ -433,8 +429,7 @@ def _of_group(reader, values, KIND: tl.constexpr, rows, group):
     found = _float_of(values, group, rows, reader.rows, reader.FLOAT)
     if reader.headers is not None:
         header = KIND * (reader.GROUPS // reader.SHARING) + group // reader.SHARING
-        HEADER: tl.constexpr = "float16" if reader.FLOAT == "int8" else ""
-        found *= _float_of(reader.headers, header, rows, reader.rows, HEADER)
+        found *= tl.load(reader.headers + header * reader.rows + rows).to(tl.float32)
     return found[:, None]
 
 
@@ -507,10 +502,10 @@ class GroupReader(NamedTuple):
     Attributes:
         words: ``[N, blocks, APART]``, as the weight has them.
         high: of 5 and 6 bits, as the weight has them, or None.
-        scales: ``[N]``, or ``[groups, N]``; or pairs or fours of neighbours, as int32.
+        scales: ``[N]``, or ``[groups, N]``; or pairs of neighbours, as int32.
         zeros: int8, ``[N]`` or ``[groups, N]``, or None.
         minima: as ``scales``, or None.
-        headers: as the weight has them, or None; pairs of neighbours where ``scales`` are fours.
+        headers: as the weight has them, or None.
         columns: K.
         rows: N.
         GROUPS: of a row.
@@ -520,8 +515,7 @@ class GroupReader(NamedTuple):
         MIDDLE: the zero where ``zeros`` has none.
         OFFSET: by which the instructions' floats are larger than the codes.
         ZEROS_AHEAD: a power of two, GROUPS at least, if zeros are prefetched, else 0.
-        FLOAT: the name of 16-bit floats that scales and minima are pairs of, "int8" for fours;
-            "" for neither.
+        FLOAT: the name of 16-bit floats that scales and minima are pairs of; "" for no pairs.
         ELEMENT: what codes become by instructions of an NVIDIA GPU; "" to leave it to Triton.
         ASM: these instructions.
         OPERANDS: their constraints.
@@ -576,11 +570,8 @@ class GroupReader(NamedTuple):
         if pairs:
             scales = scales.view(torch.int32)
             minima = None if minima is None else minima.view(torch.int32)
-        headers = weight.headers
-        if pairs == "int8" and headers is not None:
-            headers = headers.view(torch.int32)
         return cls(
-            *(weight.words, weight.high, scales, weight.zeros, minima, headers, k, n),
+            *(weight.words, weight.high, scales, weight.zeros, minima, weight.headers, k, n),
             GROUPS=tl.constexpr(groups),
             SPAN=tl.constexpr(max(1, size // (4 * lanes))),
             SHARING=tl.constexpr(sharing),
@@ -604,12 +595,10 @@ class GroupReader(NamedTuple):
 
 
 def _pairs_of(weight: GroupWeight) -> str:
-    """The form of scales and minima, if they can be read as pairs of 16 bits or fours of 8."""
+    """The name of the 16-bit floats that scales and minima are, if they can be read as pairs."""
     kind = str(weight.scales.dtype).removeprefix("torch.")
     values = [each for each in (weight.scales, weight.minima) if each is not None]
-    together = 4 if kind == "int8" else 2
-    fits = weight.group_size > 0 and weight.shape[0] % together == 0
-    fits &= kind in _FLOATS or kind == "int8"
+    fits = weight.group_size > 0 and weight.shape[0] % 2 == 0 and kind in _FLOATS
     return kind if fits and all(each.dtype == values[0].dtype for each in values) else ""
 
 
