@@ -67,6 +67,9 @@ class CudaCapturer:
 
     def capture(self, function: Callable[[], T]) -> tuple[Graph, T]:
         """See :class:`Capturer`."""
+        return self._recorded(function)
+
+    def _recorded(self, function: Callable[[], T]) -> tuple[Graph, T]:
         graph = torch.cuda.CUDAGraph()
 
         def record() -> T:
@@ -90,7 +93,7 @@ class CudaCapturer:
             room = torch.empty(count, dtype=torch.uint8, device=self._device)
             room[:1].zero_()  # an empty graph would be warned of
 
-        self._reserves.append(self.capture(take)[0])
+        self._reserves.append(self._recorded(take)[0])
 
     def free_memory(self) -> int:
         """Free memory of the device, and memory that PyTorch caches."""

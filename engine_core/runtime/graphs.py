@@ -17,6 +17,7 @@ from engine_core.kernels import CodedWeight, choose_greedy, decode_inputs, sampl
 from engine_core.kernels.sampling import NUMBERS, Adjustments, SamplingState
 from engine_core.nn.embedding import VocabularySplit
 from engine_core.nn.linear import Linear
+from engine_core.plugin_code import described
 from engine_core.runtime.block_tables import IntArray
 from engine_core.runtime.capture import (
     Agreement,
@@ -398,7 +399,11 @@ class _Graphs(ABC):
         """Before the first capture: have the memory of the largest, if there is plenty."""
         count, self._largest_bytes = self._largest_bytes, 0
         if count and self._capturer.free_memory() >= count + self._state.step_bytes:
-            self._capturer.reserve(count)
+            try:
+                self._capturer.reserve(count)
+            except RuntimeError as error:
+                # It would save memory, and nothing needs it.
+                logger.info("no memory is set aside for graphs: %s", described(error))
 
 
 class DecodeGraphs(_Graphs):

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -227,8 +228,13 @@ print(compiled)
 
 def test_after_a_warmup_no_way_of_choosing_tokens_compiles_a_kernel() -> None:
     """In a process of its own, which no other test has brought kernels to."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-c", CHOOSING], capture_output=True, text=True, check=False
+        [sys.executable, "-c", CHOOSING],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
     )
     assert done.stdout == "[]\n", done.stderr
 

@@ -118,11 +118,12 @@ def _code_tile(dims: int, num_programs: int) -> _Tile:
         few = num_programs < 32
         return _Tile(64, 4, 3, 3 if few else 8, min_split=128 if few else 256)
     if dims > 64:
-        if 1056 < num_programs <= 1320:
+        if 1056 < num_programs <= 1600:
             # 8 programs of a warp fit on each of 132 multiprocessors: the last of unsplit rows run
-            # nearly alone. In two splits a row a step of 160 equal rows of Llama 3 8B takes 7.63 ms
-            # and not 8.13, and of unequal ones 7.80 and not 7.86; 192 rows take longer so.
-            return _Tile(32, 1, 3, 19.4)
+            # nearly alone. With tiles of 64 tokens by 2 warps a step of 160 equal rows of Llama 3
+            # 8B takes 6.94 ms and not 7.13 (in two splits) or 7.6, of unequal ones 7.11 and not
+            # 7.28; of 192 rows 7.81 and not 8.12, and 8.22 and not 8.14.
+            return _Tile(64, 2, 3, 1)
         if num_programs >= 256:
             return _Tile(32, 1, 3, 5 if num_programs < 1024 else 1)
         if num_programs >= 128:
