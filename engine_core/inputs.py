@@ -314,6 +314,12 @@ class MediaProcessor(InputProcessor, Protocol):
     the options that the engine has for requests that bring none. Memory for the encoder is then
     planned before the KV cache's, and ``check-model`` tells the limits.
 
+    It may have a method ``picture_outline(height, width, options)``: the item of a picture of that
+    size, with the span of a prompt of its own, an empty digest, and no features but those by which
+    :meth:`process_media` lays it out, which takes it as it does items made before. A prompt that
+    its pictures make too long is then refused before anything is decoded, and what it costs to make
+    the others is known.
+
     It may have a method ``named_media(token_ids)``, for prompts whose own tokens name files: by
     kind the path or address of each, and nothing where items come with the prompt. They are read
     like addresses in a request, where that is allowed, and given to :meth:`process_media`.

@@ -39,6 +39,7 @@ from engine_core.errors import (
     ConfigError,
     EngineDeadError,
     EngineError,
+    ErrorCode,
     QueueFullError,
     RequestError,
     RequestTimeoutError,
@@ -699,6 +700,7 @@ class AsyncEngine(HasFrontend):
         arrival_time: float | None = None,
         cache_salts: tuple[abc.Hashable, ...] = (),
         client: abc.Hashable = None,
+        max_prompt_tokens: int | None = None,
     ) -> list[RequestStream]:
         """Queue a request for each prompt, or none at all if one of them is refused.
 
@@ -713,6 +715,8 @@ class AsyncEngine(HasFrontend):
                 blocks only with requests of equal salts.
             client: whose they are: clients take turns at having pictures, videos and sounds decoded
                 and processed. Requests of equal salts are those of one client if it is None.
+            max_prompt_tokens: of each prompt with what it shows; as many as leave room for an
+                answer if None.
 
         Returns:
             The stream of each request's outputs, in the order of the prompts.
@@ -753,8 +757,12 @@ class AsyncEngine(HasFrontend):
             )
         # Pictures are worth no work for a request that would be refused after it.
         self._check_queue(params.n * len(prompts))
+        longest = self.max_model_len - 1
+        if max_prompt_tokens is not None:
+            longest = min(longest, max_prompt_tokens)
         tokenized = [
-            await frontend.tokenize_async(prompt, cache_salts, client) for prompt in prompts
+            await frontend.tokenize_async(prompt, cache_salts, client, longest)
+            for prompt in prompts
         ]
         tokenized_time = time.monotonic()
         # From here on nobody else runs until all of them are queued.
@@ -781,6 +789,12 @@ class AsyncEngine(HasFrontend):
                 ),
                 self._scheduler_config,
             )
+            if (length := len(sequences[0].prompt.token_ids)) > longest:
+                raise RequestError(
+                    f"request {state.request_id!r}: a prompt of {length} tokens with what it shows "
+                    f"is longer than the {longest} that are taken; shorten it",
+                    code=ErrorCode.PROMPT_TOO_LONG,
+                )
             if state.request_id in prepared:
                 raise RequestError(f"two requests are called {state.request_id!r}; rename one")
             prepared[state.request_id] = (state, sequences)

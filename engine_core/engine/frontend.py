@@ -405,15 +405,22 @@ class Frontend:
                 yield each.result() if isinstance(each, Future) else self.tokenize(each)
 
     async def tokenize_async(
-        self, prompt: Prompt, cache_salts: tuple[Hashable, ...] = (), client: Hashable = None
+        self,
+        prompt: Prompt,
+        cache_salts: tuple[Hashable, ...] = (),
+        client: Hashable = None,
+        longest: int | None = None,
     ) -> TokenizedPrompt:
-        """The same without holding up the event loop; see :meth:`MediaIntake.begin` for clients."""
+        """The same without holding up the event loop.
+
+        See :meth:`MediaIntake.begin` for ``client`` and ``longest``.
+        """
         if not _takes_long(prompt) and not self.media.finds_names:
             return self.tokenize(prompt, cache_salts)
         if shows_media(prompt) or self.media.finds_names:
             self._check_room()
         tokenized, shown = await asyncio.to_thread(
-            self._begin, prompt, cache_salts, here=False, client=client
+            self._begin, prompt, cache_salts, here=False, client=client, longest=longest
         )
         if shown is None:
             return tokenized
@@ -441,6 +448,7 @@ class Frontend:
         *,
         here: bool,
         client: Hashable = None,
+        longest: int | None = None,
     ) -> tuple[TokenizedPrompt, Future[list[ProcessedPrompt]] | None]:
         """A prompt's tokens as given, and what becomes of it if it shows something."""
         given: Any = {}
@@ -464,7 +472,13 @@ class Frontend:
         if not media:
             return tokenized, None
         begun = self.media.begin(
-            tokenized.token_ids, media, options, cache_salts, here=here, client=client
+            tokenized.token_ids,
+            media,
+            options,
+            cache_salts,
+            here=here,
+            client=client,
+            longest=longest,
         )
         return tokenized, begun
 

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from engine_core.configs import EngineConfig, ModelConfig
+from engine_core.engine.media_weight import weigh
 from engine_core.engine.media_worker import Made, in_shared_memory
 from engine_core.engine.prompt_inputs import process_prompt
-from engine_core.errors import EngineError, RequestError
+from engine_core.errors import EngineError, ErrorCode, RequestError
 from engine_core.inputs import (
     InputProcessor,
     MediaItem,
@@ -206,6 +207,7 @@ class MediaIntake:
         *,
         here: bool,
         client: Hashable = None,
+        longest: int | None = None,
     ) -> Future[list[ProcessedPrompt]]:
         """Begin to process a prompt.
 
@@ -217,6 +219,8 @@ class MediaIntake:
             here: whether what is not encoded is processed in this process: it is its user's own.
             client: whose prompt it is; clients take turns at the workers. Their salts tell those
                 apart for whom it is None.
+            longest: tokens that the processed prompt may have, as far as this can be told before
+                it is processed.
 
         Returns:
             The processed prompt in a list, out of which it is to be taken: a future may live until
@@ -231,18 +235,18 @@ class MediaIntake:
         client = ("salts", *salts) if client is None else client
         parts = [part for each in media.values() for part in each]
         if not any(map(names_source, parts)):
-            return self._begin(token_ids, media, options, salts, client, here=here)
+            return self._begin(token_ids, media, options, salts, client, longest, here=here)
 
         def begin(read: list[MediaPart]) -> Future[list[ProcessedPrompt]]:
             left = iter(read)
             known = {kind: [next(left) for _ in each] for kind, each in media.items()}
-            return self._begin(token_ids, known, options, salts, client, here=here)
+            return self._begin(token_ids, known, options, salts, client, longest, here=here)
 
         def release(done: Future[list[MediaPart]]) -> None:
             if not done.cancelled() and done.exception() is None:
                 came = zip(parts, done.result(), strict=True)
                 size = sum(len(after.value) for before, after in came if names_source(before))
-                made.add_done_callback(lambda _: self._sources.release(size))
+                made.add_done_callback(lambda _: self._sources.release(size, client))
 
         coming = self._sources.begin(parts, client)
 
@@ -262,6 +266,7 @@ class MediaIntake:
         options: Mapping[str, Any],
         salts: tuple[Hashable, ...],
         client: Hashable,
+        longest: int | None,
         *,
         here: bool,
     ) -> Future[list[ProcessedPrompt]]:
@@ -270,7 +275,7 @@ class MediaIntake:
             kind: [self._asked(part, options, salts) for part in parts]
             for kind, parts in media.items()
         }
-        return self._made(token_ids, asked, options, client, here=here)
+        return self._made(token_ids, asked, options, client, longest, here=here)
 
     def _made(
         self,
@@ -278,6 +283,7 @@ class MediaIntake:
         asked: Mapping[str, Sequence[_Asked]],
         options: Mapping[str, Any],
         client: Hashable,
+        longest: int | None,
         *,
         here: bool,
     ) -> Future[list[ProcessedPrompt]]:
@@ -307,7 +313,8 @@ class MediaIntake:
         other = self._come(new, coming)
         if other is not None:
             return _flattened(
-                _ended(other), lambda _: self._made(token_ids, asked, options, client, here=here)
+                _ended(other),
+                lambda _: self._made(token_ids, asked, options, client, longest, here=here),
             )
         here = here and not any(isinstance(each.part.value, str | bytes | None) for each in new)
         if here or not new:
@@ -315,8 +322,15 @@ class MediaIntake:
         else:
             try:
                 self._check_content(parts)
+                assert self._processor is not None, "else its kinds were refused"
+                vocab_size = self._model_config.vocab_size
+                asked_for = token_ids, wanted, options
+                weight = weigh(self._processor, vocab_size, *asked_for, longest)
+                self._check_length(parts, weight.length, longest)
                 task = f"{_ROOM}:process", packed_token_ids(token_ids), wanted, options
-                work = coming.work = self._workers.submit(*task, client=client)
+                work = coming.work = self._workers.submit(
+                    *task, client=client, cost=weight.cost, large=weight.large
+                )
             except BaseException:
                 made.cancel()
                 raise
@@ -346,6 +360,18 @@ class MediaIntake:
                     "forgotten; send it again",
                     param=part.param,
                 )
+
+    def _check_length(self, parts: Sequence[MediaPart], length: int, longest: int | None) -> None:
+        """Refuse a prompt that the sizes of its pictures make too long."""
+        if longest is not None and length > longest:
+            self._count(refused=1)
+            place = _place(parts)
+            raise RequestError(
+                f"{place}: a prompt of {length} tokens with what it shows is longer than the "
+                f"{longest} that are taken; send fewer or smaller pictures, or less text",
+                param=place,
+                code=ErrorCode.PROMPT_TOO_LONG,
+            )
 
     def _come(
         self, asked: Sequence[_Asked], coming: _Coming

@@ -1,124 +1,40 @@
 """Contents of pictures, videos and sounds that are named by an address or a path.
 
 Nothing is read or fetched for a stranger unless the server's owner has allowed the folder or the
-host. A host's name is resolved once, and the connection goes to the address that was looked at.
+host. Clients take turns at it, and none has all threads, all room for bytes, or all places to wait.
 """
 
 from __future__ import annotations
 
-import contextlib
-import http.client
-import ipaddress
 import os
-import re
-import socket
-import ssl
 import stat
 import threading
-import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
-from urllib.parse import SplitResult, quote, unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from engine_core.errors import EngineDeadError, QueueFullError, RequestError, shown
+from engine_core.media.download import Reading, Resolver, check_size, fetch
 from engine_core.media.parts import MediaPart
-from engine_core.workers.turns import Turns
+from engine_core.workers.turns import Turns, group_of
 
 MAX_BYTES = 128 * 2**20
-# Of all that is held for prompts that wait for a worker, or for more of what they show.
+# Of all that is held for prompts that wait for a worker, or for more of what they show, and of it
+# what is held for one client; no more is begun then. What comes already may be as much again.
 _MAX_HELD = 2**30
+_MAX_OF_CLIENT = 2**28
 _SECONDS = 20.0
-# Threads that wait for other hosts.
-_AT_ONCE = 8
+# Threads that wait for other hosts; those that wait for the files of one client, and for one host.
+_AT_ONCE = 64
+_OF_CLIENT = 16
+_OF_HOST = 32
 # What may wait for one of them, or be in it.
 _QUEUED = 256
 _PORTS = {"http": 80, "https": 443}
-_BEYOND_ASCII = re.compile(r"[^\x00-\x7f]+")
-
-
-class _Reading:
-    """The reading of a prompt's files: bytes that they may still have, and its connections."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = self._left = max_bytes
-        self._lock = threading.Lock()
-        self._sockets: set[socket.socket] = set()
-        self._cancelled = False
-
-    def check(self) -> None:
-        if self._cancelled:
-            raise RequestError("nobody waits for it any more")
-        if self._left < 0:
-            raise RequestError(
-                f"the files that the prompt names have more than {self._max_bytes} bytes together; "
-                "send fewer of them, or smaller ones"
-            )
-
-    def take(self, size: int) -> None:
-        with self._lock:
-            self._left -= size
-        self.check()
-
-    def cancel(self) -> None:
-        """End all connections, and have :meth:`check` refuse more."""
-        with self._lock:
-            self._cancelled = True
-            for sock in self._sockets:
-                _end(sock)
-
-    @contextlib.contextmanager
-    def watch(self, connected: socket.socket, clock: _Time) -> Iterator[None]:
-        """End a connection from which something comes all the time, but too slowly."""
-        late = threading.Event()
-        left = clock.left()
-        # TLS takes the socket itself over, before anything has come.
-        sock = connected.dup()
-
-        def end() -> None:
-            late.set()
-            _end(sock)
-
-        timer = threading.Timer(left, end)
-        timer.daemon = True
-        timer.start()
-        with self._lock:
-            self._sockets.add(sock)
-        try:
-            self.check()
-            yield
-        finally:
-            timer.cancel()
-            with self._lock:
-                self._sockets.discard(sock)
-            sock.close()
-            if late.is_set():  # an answer without a length seems complete
-                raise clock.error() from None
-
-
-class _Time:
-    """The time that a file may take to come, with its host's name and the connection."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._end = time.monotonic() + seconds
-
-    def left(self) -> float:
-        """Seconds.
-
-        Raises:
-            TimeoutError: there are none.
-        """
-        left = self._end - time.monotonic()
-        if left <= 0:
-            raise self.error()
-        return left
-
-    def error(self) -> TimeoutError:
-        """That it is over."""
-        return TimeoutError(f"it took more than {self._seconds:g} s")
 
 
 @dataclass(eq=False, slots=True)
@@ -126,9 +42,14 @@ class _Task:
     """A file that is to be read for a prompt."""
 
     part: MediaPart
-    reading: _Reading
+    reading: Reading
     client: Hashable
     content: Future[bytes] = field(default_factory=Future)
+
+    def refuse(self, error: Exception) -> None:
+        """Have it, which will not be read, raise ``error``."""
+        if self.content.set_running_or_notify_cancel():
+            self.content.set_exception(error)
 
 
 class MediaSources:
@@ -154,16 +75,19 @@ class MediaSources:
         self._seconds = seconds
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="engine-core-media")
         self._lock = threading.Lock()
-        self._turns: Turns[_Task] = Turns()
-        self._waiting = 0
-        self._held = 0
+        self._resolver = Resolver()
+        self._turns: Turns[_Task] = Turns(_OF_HOST, _OF_CLIENT)
+        self._taken: deque[_Task] = deque()  # for threads that come for them
+        self._readings: set[Reading] = set()
+        self._held: Counter[Hashable] = Counter()
         self._closed = False
 
     def begin(self, parts: Sequence[MediaPart], client: Hashable = None) -> Future[list[MediaPart]]:
         """Begin to read the parts that name their content, several at once.
 
         The first that fails ends the others. The ``client`` is whose prompt it is: clients take
-        turns.
+        turns. If too many files wait, the newest of the client with the most raises
+        :class:`QueueFullError`, if that is another.
 
         Returns:
             The parts, with the bytes of a file in the place of its path or address. Data URLs stay:
@@ -171,11 +95,11 @@ class MediaSources:
             names the part, if one may not be read, or cannot. To cancel it ends what comes.
 
         Raises:
-            QueueFullError: too many wait for it.
+            QueueFullError: too many wait for it, and no other client has more of them.
             EngineDeadError: the engine is being shut down.
         """
         made: Future[list[MediaPart]] = Future()
-        reading = _Reading(self._max_bytes)
+        reading = Reading(self._max_bytes, partial(self._hold, group_of(client)))
         coming = {
             place: _Task(part, reading, client)
             for place, part in enumerate(parts)
@@ -188,7 +112,6 @@ class MediaSources:
             error = _failure(content)
             with self._lock:
                 left -= 1
-                self._waiting -= 1
                 if settled or (left and error is None):
                     return
                 settled = True
@@ -197,21 +120,21 @@ class MediaSources:
             ready = dict(coming)
             coming.clear()
             going = made.set_running_or_notify_cancel()
-            if error is not None:
+            if error is not None or not going:
                 # What the others would say now is of no interest, and nobody waits for them.
                 self._give_up(reading, ready.values())
                 if going:
                     made.set_exception(error)
-            elif going:
-                read = {place: task.content.result() for place, task in ready.items()}
-                with self._lock:
-                    self._held += sum(map(len, read.values()))
-                made.set_result(
-                    [
-                        part._replace(value=read.get(place, part.value))
-                        for place, part in enumerate(parts)
-                    ]
-                )
+                return
+            with self._lock:
+                self._readings.discard(reading)
+            read = {place: task.content.result() for place, task in ready.items()}
+            made.set_result(
+                [
+                    part._replace(value=read.get(place, part.value))
+                    for place, part in enumerate(parts)
+                ]
+            )
 
         def left_alone(made: Future[list[MediaPart]]) -> None:
             if made.cancelled():
@@ -221,37 +144,76 @@ class MediaSources:
         for task in tasks:
             task.content.add_done_callback(ended)
         made.add_done_callback(left_alone)
-        with self._lock:
-            if self._closed:
-                raise EngineDeadError("the engine is being shut down and takes no more requests")
-            if self._waiting + len(tasks) > _QUEUED or (tasks and self._held > _MAX_HELD):
-                raise QueueFullError(
-                    f"{self._waiting} pictures, videos and sounds are being read already, and "
-                    f"{self._held >> 20} MiB of others wait for their turn; send it again later"
-                )
-            self._waiting += len(tasks)
-            for task in tasks:
-                self._turns.add(client, task)
-                self._threads.submit(self._work)
         if not tasks:
+            with self._lock:
+                self._check_open()
             made.set_result(list(parts))
+            return made
+        with self._lock:
+            self._check_open()
+            shed, full = self._queue(client, tasks)
+            if full is None:
+                self._readings.add(reading)
+                self._dispatch()
+        for task in shed:  # whose callbacks end the other files of their prompts
+            task.refuse(self._full())
+        if full is not None:
+            raise full
         return made
 
-    def _give_up(self, reading: _Reading, tasks: Iterable[_Task]) -> None:
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDeadError("the engine is being shut down and takes no more requests")
+
+    def _queue(
+        self, client: Hashable, tasks: Sequence[_Task]
+    ) -> tuple[list[_Task], QueueFullError | None]:
+        """Have tasks wait. What leaves its place to them, and why they have none."""
+        held, own = self._held.total(), self._held[group_of(client)]
+        if held > _MAX_HELD or own > _MAX_OF_CLIENT:
+            return [], self._full()
+        for task in tasks:
+            self._turns.add(client, task, lane=_host_of(task.part.value))
+        shed: list[_Task] = []
+        while len(self._turns) + self._turns.num_running > _QUEUED:
+            if (other := self._turns.shed(client)) is None:
+                for task in tasks:
+                    self._turns.discard(client, task)
+                return shed, self._full()
+            shed.append(other)
+        return shed, None
+
+    def _full(self) -> QueueFullError:
+        reading = len(self._turns) + self._turns.num_running
+        return QueueFullError(
+            f"{reading} pictures, videos and sounds are being read already, and "
+            f"{self._held.total() >> 20} MiB of others wait for their turn; send it again later"
+        )
+
+    def _give_up(self, reading: Reading, tasks: Iterable[_Task]) -> None:
         """End what comes for a prompt, and begin nothing more for it."""
         reading.cancel()
         with self._lock:
+            self._readings.discard(reading)
             for task in tasks:
                 self._turns.discard(task.client, task)
+            self._dispatch()
         for task in tasks:
             task.content.cancel()
+
+    def _dispatch(self) -> None:
+        """Have threads read as many files as may be read at once."""
+        while self._turns.num_running < _AT_ONCE and self._turns.ready and not self._closed:
+            self._taken.append(self._turns.take())
+            # Without an argument, to which an error would lead through the frames of its thread.
+            self._threads.submit(self._work)
 
     def _work(self) -> None:
         """Read the file whose turn it is."""
         with self._lock:
-            if not self._turns:  # closed meanwhile
+            if not self._taken:  # closed meanwhile
                 return
-            task = self._turns.take()
+            task = self._taken.popleft()
         try:
             if task.content.set_running_or_notify_cancel():
                 try:
@@ -262,42 +224,57 @@ class MediaSources:
                     task.content.set_result(content)
         finally:
             with self._lock:
-                self._turns.end(task.client)
+                self._turns.end(task.client, task)
+                self._dispatch()
             del task  # to which an error leads through this frame
 
-    def release(self, size: int) -> None:
-        """Give back the room of so many bytes that were read."""
+    def _hold(self, group: Hashable, size: int) -> None:
+        """So many bytes more are held for a client, or fewer."""
         with self._lock:
-            self._held -= size
+            own = self._held[group] + size
+            most = self._held.total() + size
+            if size > 0 and (own > _MAX_OF_CLIENT + self._max_bytes or most > 2 * _MAX_HELD):
+                raise self._full()
+            self._held[group] = own
+            if own <= 0:
+                del self._held[group]
+
+    def release(self, size: int, client: Hashable = None) -> None:
+        """Give back the room of so many bytes that were read for a client."""
+        self._hold(group_of(client), -size)
 
     def close(self) -> None:
         """Read nothing more."""
         with self._lock:
             self._closed = True
-            waiting = self._turns.clear()
+            waiting = [*self._turns.clear(), *self._taken]
+            self._taken.clear()
+            readings = list(self._readings)
         for task in waiting:
             task.content.cancel()
+        for reading in readings:
+            reading.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _content(self, part: MediaPart, reading: _Reading) -> bytes:
+    def _content(self, part: MediaPart, reading: Reading) -> bytes:
         try:
             reading.check()
-            content = self._read(part.value, reading)
-            reading.take(len(content))
+            return self._read(part.value, reading)
+        except QueueFullError:
+            raise
         except RequestError as error:
             raise RequestError(f"{part.param}: {error}", param=part.param) from None
-        return content
 
-    def _read(self, value: str | Path, reading: _Reading) -> bytes:
+    def _read(self, value: str | Path, reading: Reading) -> bytes:
         if isinstance(value, Path):
-            return self._file(value)
+            return self._file(value, reading)
         try:
             url = urlsplit(value)
             port = url.port
         except ValueError as error:
             raise RequestError(f"{value[:80]!r} is no address: {error}") from None
         if url.scheme == "file":
-            return self._file(self._allowed(url))
+            return self._file(self._allowed(url), reading)
         if url.scheme not in _PORTS:
             given = repr(url.scheme) if url.scheme else "text"
             raise RequestError(
@@ -314,7 +291,15 @@ class MediaSources:
                 f"addresses at {shown(named)} are not fetched; send a data URL "
                 "(allowed_media_domains of the server names the hosts that are)"
             )
-        return self._fetch(url, host, port or usual, reading)
+        return fetch(
+            url,
+            host,
+            port or usual,
+            reading,
+            seconds=self._seconds,
+            resolver=self._resolver,
+            max_bytes=self._max_bytes,
+        )
 
     def _allowed(self, url: SplitResult) -> Path:
         """The path of a ``file:`` address, below the folder that is allowed."""
@@ -332,7 +317,7 @@ class MediaSources:
             raise RequestError("the file is not below the folder that the server allows")
         return path
 
-    def _file(self, path: Path) -> bytes:
+    def _file(self, path: Path, reading: Reading) -> bytes:
         # Neither a link put there meanwhile nor a pipe that nobody writes to.
         flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
         if self._local_path is not None and path.is_relative_to(self._local_path):
@@ -342,64 +327,17 @@ class MediaSources:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode):
                     raise RequestError(f"{path.name!r} is no file")
-                self._check_size(status.st_size)
-                return file.read()
+                check_size(status.st_size, self._max_bytes)
+                reading.take(status.st_size)
+                content = file.read(status.st_size)
+                if len(content) < status.st_size:
+                    raise RequestError(f"{path.name!r} has become shorter while it was read")
+                return content
         except RequestError:
             raise
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise RequestError(f"{path.name!r} cannot be read: {reason}") from None
-
-    def _check_size(self, size: int) -> None:
-        if size > self._max_bytes:
-            raise RequestError(
-                f"it has {size} bytes, and {self._max_bytes} are taken at most; make it smaller"
-            )
-
-    def _fetch(self, url: SplitResult, host: str, port: int, reading: _Reading) -> bytes:
-        try:
-            with contextlib.ExitStack() as stack:
-                clock = _Time(self._seconds)
-                address = _public_address(host)
-
-                def connect(_: Any, timeout: Any = None, source: Any = None) -> socket.socket:
-                    sock = socket.create_connection((address, port), timeout, source)
-                    try:
-                        stack.enter_context(reading.watch(sock, clock))
-                    except BaseException:
-                        sock.close()
-                        raise
-                    return sock
-
-                connection = _connection(url.scheme, host, port, connect, clock.left())
-                stack.callback(connection.close)
-                connection.connect()
-                return self._answer(connection, url, host)
-        except RequestError:
-            raise
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            reason = str(error) or type(error).__name__
-            raise RequestError(f"nothing comes from {host!r}: {reason}") from None
-
-    def _answer(self, connection: http.client.HTTPConnection, url: SplitResult, host: str) -> bytes:
-        path = url.path or "/"
-        target = f"{path}?{url.query}" if url.query else path
-        target = _BEYOND_ASCII.sub(lambda letters: quote(letters[0]), target)
-        connection.request("GET", target, headers={"Accept-Encoding": "identity"})
-        with contextlib.closing(connection.getresponse()) as answer:
-            if 300 <= answer.status < 400:
-                raise RequestError(
-                    f"{host!r} answers with a redirect ({answer.status}), which is not "
-                    "followed; give the address that it leads to"
-                )
-            if answer.status != 200:
-                raise RequestError(f"{host!r} answers with status {answer.status}")
-            self._check_size(answer.length or 0)
-            content = answer.read(self._max_bytes + 1)
-            self._check_size(len(content))
-            if answer.length:
-                raise http.client.IncompleteRead(b"", answer.length)
-            return content
 
 
 def _failure(task: Future[bytes]) -> BaseException | None:
@@ -409,58 +347,20 @@ def _failure(task: Future[bytes]) -> BaseException | None:
     return task.exception()
 
 
+def _host_of(value: str | Path) -> str | None:
+    """The host that an address names, if it is one."""
+    try:
+        return urlsplit(value).hostname if isinstance(value, str) else None
+    except ValueError:
+        return None
+
+
 def names_source(part: MediaPart) -> bool:
     """Whether a part is named by a path, or by an address that is no data URL."""
     value = part.value
     if isinstance(value, Path):
         return True
     return isinstance(value, str) and value[:5].lower() != "data:"
-
-
-def _public_address(host: str) -> str:
-    """An address of the host.
-
-    Raises:
-        RequestError: one of its addresses is not public: it belongs to this network.
-        OSError: it has none.
-    """
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    addresses = [str(entry[4][0]) for entry in found]
-    for address in addresses:
-        if not _is_public(address):
-            raise RequestError(f"{host!r} has an address that is not public; send a data URL")
-    return addresses[0]
-
-
-def _is_public(address: str) -> bool:
-    ip = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(ip, ipaddress.IPv6Address):
-        # What leads to an address of the older kind counts as that.
-        nat64 = ip in ipaddress.ip_network("64:ff9b::/96")
-        inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if nat64 else None
-        ip = inner or ip.ipv4_mapped or ip.sixtofour or (ip.teredo or (None, None))[1] or ip
-    return ip.is_global and not ip.is_multicast
-
-
-def _connection(
-    scheme: str, host: str, port: int, connect: Callable[..., socket.socket], seconds: float
-) -> http.client.HTTPConnection:
-    """A connection by ``connect`` that speaks to ``host``."""
-    made = (
-        http.client.HTTPSConnection(
-            host, port, timeout=seconds, context=ssl.create_default_context()
-        )
-        if scheme == "https"
-        else http.client.HTTPConnection(host, port, timeout=seconds)
-    )
-    made._create_connection = connect  # type: ignore[attr-defined]
-    return made
-
-
-def _end(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        # Not the method of a TLS socket, which its user's thread is in.
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 __all__ = ["MediaSources", "names_source"]

@@ -14,6 +14,7 @@ from starlette.requests import HTTPConnection
 
 from engine_core.server.connections import network_of
 from engine_core.server.errors import ApiError
+from engine_core.workers import Member
 
 _KEY = "engine_core.context"
 # Statuses whose messages may quote the client's body.
@@ -63,11 +64,12 @@ class RequestContext:
         return (hashlib.sha256(self.cache_namespace + (salt or "").encode()).digest(),)
 
     def client(self, salt: str | None) -> Hashable:
-        """Whose turn a request with the ``cache_salt`` takes: of a key, else of address and salt.
+        """Whose turn a request with the ``cache_salt`` takes: of a key, else of the address.
 
-        With a key no salts, which a client could change to have more turns.
+        Those behind one address take its turns by their salts. A key or an address has no more of
+        them by changing these.
         """
-        return self.key or (network_of(self.host), salt)
+        return self.key or Member(network_of(self.host), salt)
 
     @classmethod
     def begin(cls, scope: Any, given_id: str | None, *, log_prompts: bool) -> RequestContext:

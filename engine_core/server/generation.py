@@ -295,6 +295,7 @@ class Generation:
                     arrival_time=context.arrival,
                     cache_salts=context.cache_salts(body.cache_salt),
                     client=context.client(body.cache_salt),
+                    max_prompt_tokens=service.max_prompt_tokens,
                 )
         except EngineDeadError:
             if service.phase == "draining":

@@ -2,5 +2,6 @@
 
 from engine_core.workers.pool import Limits, WorkerError, WorkerPool, Workers
 from engine_core.workers.shared import SharedBytes
+from engine_core.workers.turns import Member
 
-__all__ = ["Limits", "SharedBytes", "WorkerError", "WorkerPool", "Workers"]
+__all__ = ["Limits", "Member", "SharedBytes", "WorkerError", "WorkerPool", "Workers"]

@@ -140,7 +140,7 @@ class WorkerPool:
                 )
                 if (shed := setup._turns.shed(task.client)) is None:
                     raise full
-            setup._turns.add(task.client, task)
+            setup._turns.add(task.client, task, task.cost, task.lane)
             self._dispatch()
         if shed is not None and full is not None:  # its callbacks may submit
             shed.refuse(full)
@@ -159,7 +159,7 @@ class WorkerPool:
         """Have threads wait for as many tasks as may run, of each setup in its turn."""
         while sum(setup._turns.num_running for setup in self._setups) < self._max_workers:
             turns = ((setup, setup._turns) for setup in self._setups)
-            ready = [setup for setup, t in turns if t and t.num_running < self._places]
+            ready = [setup for setup, t in turns if t.ready and t.num_running < self._places]
             if not ready or self._closed:
                 return
             chosen = ready[0]
@@ -179,7 +179,7 @@ class WorkerPool:
                     future.set_exception(_closed() if self._closed else error)
         finally:
             with self._lock:
-                setup._turns.end(future.client)
+                setup._turns.end(future.client, future)
                 self._dispatch()
 
 
@@ -207,10 +207,18 @@ class _Given(Future[Any]):
     """The future of a task; to cancel it while it runs ends its worker."""
 
     def __init__(
-        self, setup: Workers, client: Hashable, function: str, arguments: tuple[Any, ...]
+        self,
+        setup: Workers,
+        function: str,
+        arguments: tuple[Any, ...],
+        client: Hashable,
+        cost: float,
+        lane: Hashable,
     ) -> None:
         super().__init__()
         self.client = client
+        self.cost = cost
+        self.lane = lane
         self.line = _Line()
         self._setup = setup
         self._call: tuple[str, tuple[Any, ...]] | None = (function, arguments)
@@ -259,7 +267,7 @@ class Workers:
         self._begin()
 
     def _begin(self) -> None:
-        self._turns: Turns[_Given] = Turns()
+        self._turns: Turns[_Given] = Turns(max(1, self._pool._places - 1))
         self._template: _Template | None = None
 
     @property
@@ -277,10 +285,18 @@ class Workers:
         """
         self._ready_template()
 
-    def submit(self, function: str, *arguments: Any, client: Hashable = None) -> Future[Any]:
+    def submit(
+        self,
+        function: str,
+        *arguments: Any,
+        client: Hashable = None,
+        cost: float = 1.0,
+        large: bool = False,
+    ) -> Future[Any]:
         """Have a worker call ``module:function`` with the initializer's value and ``arguments``.
 
-        The tasks of each ``client`` run in their order, and clients take turns. If too many tasks
+        Clients take turns by what their tasks cost, as :class:`Turns` says. Tasks that are
+        ``large`` leave one of several places of the setup to those that are not. If too many tasks
         wait, the newest of the client with the most raises :class:`QueueFullError`, if that is
         another. The future raises what the function raised, :class:`WorkerError`, or
         :class:`EngineDeadError` if the pool is closed. ``asyncio.wrap_future`` makes it one to
@@ -291,7 +307,7 @@ class Workers:
             QueueFullError: too many tasks wait, and no other client has more of them.
             EngineDeadError: the pool is closed.
         """
-        future = _Given(self, client, function, arguments)
+        future = _Given(self, function, arguments, client, cost, "large" if large else None)
         self._pool._submit(self, future)
         return future
 

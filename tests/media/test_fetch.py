@@ -21,8 +21,10 @@ from serving import write_certificate
 
 from engine_core.errors import EngineDeadError, QueueFullError, RequestError
 from engine_core.media import fetch
-from engine_core.media.fetch import MediaSources, _is_public
+from engine_core.media.download import _is_public
+from engine_core.media.fetch import MediaSources
 from engine_core.media.parts import MediaPart
+from engine_core.workers import Member
 
 CONTENT = b"a picture" * 1000
 PUBLIC, PRIVATE = "93.184.215.14", "10.1.2.3"
@@ -114,19 +116,19 @@ def dialled(port: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]
         "::ffff:7f00:1": [["::ffff:127.0.0.1"]],
     }
     made: list[tuple[str, int]] = []
-    connect = socket.create_connection
+    connect = socket.socket.connect
 
     def resolve(host: str, port: int | None, *_: Any, **__: Any) -> list[Any]:
         answers = known[host]
         found = answers.pop(0) if len(answers) > 1 else answers[0]
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port or 0)) for each in found]
 
-    def dial(address: tuple[str, int], *args: Any) -> socket.socket:
+    def dial(sock: socket.socket, address: tuple[str, int]) -> None:
         made.append(address)
-        return connect(("127.0.0.1", PORTS.get(address[1], port)), *args)
+        connect(sock, ("127.0.0.1", PORTS.get(address[1], port)))
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(socket, "create_connection", dial)
+    monkeypatch.setattr(socket.socket, "connect", dial)
     return made
 
 
@@ -203,7 +205,7 @@ def test_reading_ends_when_nobody_waits_for_it(
     url = "http://public.example/slow"
     parts = [MediaPart("image", url, f"part.{number}") for number in range(many)]
     begun = sources.begin(parts)
-    while len(dialled) < min(many, fetch._AT_ONCE):
+    while len(dialled) < min(many, fetch._OF_CLIENT):
         assert not begun.done()
         time.sleep(0.01)
     assert begun.cancel()
@@ -217,7 +219,7 @@ def test_reading_ends_when_nobody_waits_for_it(
             break
         time.sleep(0.01)
     assert part.value == CONTENT
-    assert len(dialled) == min(many, fetch._AT_ONCE) + 1
+    assert len(dialled) == min(many, fetch._OF_CLIENT) + 1
     sources.close()
 
 
@@ -254,7 +256,7 @@ def test_the_first_that_fails_ends_the_others(
             assert sources.begin(urls("fine")).result(60)[0].value == CONTENT
             break
         time.sleep(0.01)
-    assert len(dialled) <= fetch._AT_ONCE + 1
+    assert len(dialled) <= fetch._OF_CLIENT + 1
     sources.close()
 
 
@@ -414,16 +416,155 @@ def test_the_files_of_a_prompt_are_bounded_together(tmp_path: Path) -> None:
 def test_what_waits_for_a_worker_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch, "_MAX_HELD", 50_000)
+    monkeypatch.setattr(fetch, "_MAX_OF_CLIENT", 50_000)
+    monkeypatch.setattr(fetch, "_MAX_HELD", 150_000)
     (tmp_path / "a").write_bytes(bytes(40_000))
     part = MediaPart("image", tmp_path / "a", "here")
     sources = MediaSources()
     held = [sources.begin([part]).result(60) for _ in range(2)]
     with pytest.raises(QueueFullError, match="send it again later"):
         sources.begin([part])
+    # Others have room of their own, as long as there is any.
+    held += [sources.begin([part], name).result(60) for name in "ab"]
+    with pytest.raises(QueueFullError, match="send it again later"):
+        sources.begin([part], "c")
     # What needs no reading is not held up.
     data = MediaPart("image", b"", "there")
     assert sources.begin([data]).result(60) == [data]
     sources.release(len(held[0][0].value))
     assert sources.begin([part]).result(60)
     sources.close()
+
+
+def test_what_comes_is_bounded_while_it_comes(
+    sources: MediaSources, dialled: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what has come for a prompt that is refused has no room any more."""
+    monkeypatch.setattr(fetch, "_MAX_HELD", 45_000)
+    (tmp_path / "a").write_bytes(bytes(40_000))
+    files = [MediaPart("image", tmp_path / "a", f"part.{number}") for number in range(2)]
+    assert sources.begin(files, "one").result(60)
+    with pytest.raises(QueueFullError, match="send it again later"):
+        sources.begin(files, "two").result(60)
+    sources.release(80_000, "one")
+    with pytest.raises(RequestError, match="100001 bytes"):
+        sources.begin([*files, *urls("endless")], "two").result(60)
+    for _ in range(2):
+        read = sources.begin([*files[:1], *urls("fine")], "two").result(60)
+        sources.release(sum(len(part.value) for part in read), "two")
+    assert not sources._held
+
+
+def slow_ones(sources: MediaSources, dialled: list[Any], count: int, client: Any) -> list[Any]:
+    """Prompts of a client that names addresses from which nothing whole ever comes."""
+    begun = [sources.begin(urls("slow"), client) for _ in range(count)]
+    wanted = min(count, fetch._OF_CLIENT)
+    deadline = time.monotonic() + 60
+    while len(dialled) < wanted:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return begun
+
+
+def test_the_slow_addresses_of_one_hold_up_no_other(
+    sources: MediaSources, dialled: list[Any]
+) -> None:
+    """Whatever salts they come with; and a newcomer has a place, which who has most gives up."""
+    members = [Member("one", number) for number in range(64)]
+    begun = [each for member in members for each in slow_ones(sources, dialled, 4, member)]
+    assert len(begun) == fetch._QUEUED
+    for other in ("two", Member("three", None)):
+        (part,) = sources.begin(urls("fine"), other).result(30)
+        assert part.value == CONTENT
+    (refused,) = [each for each in begun if each.done()]
+    with pytest.raises(QueueFullError, match="are being read already"):
+        refused.result()
+    waits = sources.begin(urls("fine"), Member("one", "another"))
+    assert not waits.done()
+    with pytest.raises(QueueFullError):
+        sources.begin(urls(*["fine"] * 300), "two")
+    for each in begun:
+        each.cancel()
+    assert waits.result(60)[0].value == CONTENT
+
+
+def test_a_host_has_not_all_threads(sources: MediaSources, dialled: list[Any]) -> None:
+    begun = [sources.begin(urls("slow"), name) for name in "abcd" for _ in range(fetch._OF_CLIENT)]
+    deadline = time.monotonic() + 60
+    while len(dialled) < fetch._OF_HOST:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert len(dialled) == fetch._OF_HOST
+    (part,) = sources.begin(urls("fine", host="rebound.example"), "e").result(60)
+    assert part.value == CONTENT
+    waits = sources.begin(urls("fine"), "e")
+    assert not waits.done()
+    for each in begun:
+        each.cancel()
+    assert waits.result(60)[0].value == CONTENT
+
+
+def test_a_resolver_that_does_not_answer(
+    dialled: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is waited for no longer than for anything else, and in one thread."""
+    resolve, hang = socket.getaddrinfo, threading.Event()
+    asked: list[str] = []
+
+    def slowly(host: str, *given: Any, **named: Any) -> Any:
+        asked.append(host)
+        if host == "hanging.example":
+            hang.wait(60)
+            raise socket.gaierror(-3, "Temporary failure in name resolution")
+        return resolve(host, *given, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slowly)
+    hosts = ("public.example", "hanging.example")
+    hurried = MediaSources(domains=hosts, seconds=1)
+    patient = MediaSources(domains=hosts, seconds=60)
+    lost = [hurried.begin(urls("fine", host=hosts[1]), name) for name in "abcabc"]
+    for each in lost:
+        with pytest.raises(RequestError, match=r"'hanging\.example': it took more than 1 s"):
+            each.result(60)
+    assert hurried.begin(urls("fine"), "a").result(60)[0].value == CONTENT
+    assert asked == ["hanging.example", "public.example"]
+    # Nor is it waited for by nobody.
+    left = patient.begin(urls("fine", host=hosts[1]))
+    while not left.cancel() or patient._turns.num_running:
+        time.sleep(0.01)
+    last = patient.begin(urls("fine", host=hosts[1]))
+    hang.set()
+    with pytest.raises(RequestError, match="Temporary failure in name resolution"):
+        last.result(60)
+    assert len(dialled) == 1
+    hurried.close()
+    patient.close()
+
+
+def test_connections_that_are_not_made_end_with_the_others(
+    monkeypatch: pytest.MonkeyPatch, dialled: list[Any]
+) -> None:
+    """A host that takes no connection answers neither yes nor no."""
+    with socket.socket() as deaf, contextlib.ExitStack() as stack:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        full = [stack.enter_context(socket.socket()) for _ in range(4)]
+        for sock in full:
+            sock.setblocking(False)
+            sock.connect_ex(deaf.getsockname())
+        monkeypatch.setitem(PORTS, 8080, deaf.getsockname()[1])
+        sources = MediaSources(domains=("public.example", "public.example:8080"), seconds=600)
+        parts = [*urls(*["fine"] * 3, host="public.example:8080"), *urls("missing")]
+        with pytest.raises(RequestError, match="status 404"):
+            sources.begin(parts).result(60)
+        deadline = time.monotonic() + 60
+        while sources._turns.num_running:
+            assert time.monotonic() < deadline, "they go on"
+            time.sleep(0.01)
+        # And when the program ends.
+        waits = sources.begin(parts[:2])
+        while len(dialled) < 5:
+            time.sleep(0.01)
+        sources.close()
+        with pytest.raises(RequestError, match="nobody waits for it"):
+            waits.result(60)

@@ -100,6 +100,22 @@ class InternVLProcessor:
             "video": MediaLimit(None, frames, self._activations, modules),
         }
 
+    def picture_outline(self, height: int, width: int, options: Mapping[str, Any]) -> MediaItem:
+        """What a picture of that size becomes, without its tiles.
+
+        Raises:
+            RequestError: an option is none.
+        """
+        from engine_core_internvl.pixels import Tiler
+
+        settings = self._checked(options)
+        tiles = 1
+        if settings["dynamic_image_size"]:
+            fewest, most = settings["min_dynamic_patch"], settings["max_dynamic_patch"]
+            tiles = math.prod(Tiler(self._tile_size).grid(height, width, fewest, most))
+            tiles += tiles > 1 and settings["use_thumbnail"]
+        return MediaItem("image", b"", (0, tiles * self._per_tile))
+
     def process(self, token_ids: Sequence[int]) -> ProcessedPrompt:
         """A prompt of text.
 

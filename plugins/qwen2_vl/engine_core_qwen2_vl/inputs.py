@@ -115,6 +115,20 @@ class Qwen2VLProcessor:
             ),
         }
 
+    def picture_outline(self, height: int, width: int, options: Mapping[str, Any]) -> MediaItem:
+        """What a picture of that size becomes, without its pixels.
+
+        Raises:
+            RequestError: it is too long, or an option is none.
+        """
+        import numpy as np
+
+        limits, _ = self._limits("image", self._checked(options))
+        high, wide = self._patcher.size(height, width, **limits)
+        grid = (1, high // self._patcher.patch_size, wide // self._patcher.patch_size)
+        span = (0, math.prod(grid) // self._merge**2)
+        return MediaItem("image", b"", span, {"grid_thw": np.array(grid, np.int64)})
+
     def process(self, token_ids: Sequence[int]) -> ProcessedPrompt:
         """A prompt of text.
 

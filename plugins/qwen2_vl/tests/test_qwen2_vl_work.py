@@ -27,10 +27,10 @@ from PIL import Image
 from engine_core import LLM, AsyncEngine, EngineConfig, SamplingParams
 from engine_core.configs import HFConfig
 from engine_core.engine.media import MediaIntake
-from engine_core.errors import EngineDeadError, QueueFullError, RequestError
+from engine_core.errors import EngineDeadError, ErrorCode, QueueFullError, RequestError
 from engine_core.inputs import ProcessedPrompt
-from engine_core.media import MediaPart, SharedArrays, fetch
-from engine_core.workers import WorkerPool
+from engine_core.media import MediaPart, SharedArrays
+from engine_core.workers import Member, WorkerPool
 from engine_core_qwen2_vl.config import Qwen2VLConfigBuilder
 from engine_core_qwen2_vl.inputs import Qwen2VLProcessor
 
@@ -50,7 +50,9 @@ class Work(MediaIntake):
         config = Qwen2VLConfigBuilder.build(HFConfig.from_folder(FOLDER), None)
         # Children of this process that other tests have left, or use.
         self.others = {child.pid for child in psutil.Process().children()}
-        self.pool = WorkerPool(max_workers=2, max_queued=settings.pop("max_queued", 64))
+        self.pool = WorkerPool(
+            max_workers=settings.pop("max_workers", 2), max_queued=settings.pop("max_queued", 64)
+        )
         super().__init__(Qwen2VLProcessor(config), config, EngineConfig(**settings), self.pool)
 
     def close(self) -> None:
@@ -62,11 +64,18 @@ class Work(MediaIntake):
         return made
 
     def begun(
-        self, *images: Any, here: bool = False, salts: Any = (), client: Any = None, **options: Any
+        self,
+        *images: Any,
+        here: bool = False,
+        salts: Any = (),
+        client: Any = None,
+        longest: int | None = None,
+        **options: Any,
     ) -> Any:
         parts = [MediaPart("image", image, f"part.{i}") for i, image in enumerate(images)]
         ids = [5, *[IMAGE, 6] * len(images)]
-        return self.begin(ids, {"image": parts}, options, salts, here=here, client=client)
+        asked = ids, {"image": parts}, options, salts
+        return self.begin(*asked, here=here, client=client, longest=longest)
 
 
 @pytest.fixture(scope="module")
@@ -278,10 +287,13 @@ def test_a_worker_ends_when_nobody_waits_for_its_work() -> None:
 
 
 def test_a_download_ends_when_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    connect = socket.create_connection
+    connect = socket.socket.connect
     with socket.create_server(("127.0.0.1", 0)) as host:
-        monkeypatch.setattr(fetch, "_public_address", lambda host: "93.184.215.14")
-        monkeypatch.setattr(socket, "create_connection", lambda *_: connect(host.getsockname()))
+        public = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("93.184.215.14", 0))]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: public)
+        monkeypatch.setattr(
+            socket.socket, "connect", lambda sock, _: connect(sock, host.getsockname())
+        )
         work = Work(allowed_media_domains=("public.example",))
         begun = work.begun("http://public.example/a.png")
         client, _ = host.accept()
@@ -290,9 +302,66 @@ def test_a_download_ends_when_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatc
             assert client.recv(1000).startswith(b"GET /a.png")
             assert begun.cancel()
             assert client.recv(1000) == b""
-        eventually(lambda: work._sources._waiting, 0)
+        eventually(lambda: work._sources._turns.num_running, 0)
         assert work.stats.refused == 0
         work.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"min_pixels": 49_000_000, "max_pixels": 50_000_000}])
+def test_large_pictures_hold_up_no_small_ones(options: dict[str, int]) -> None:
+    """Neither another's nor those of who shares an address, whatever salts they are sent with."""
+    work = Work(max_workers=3)
+    work.start()
+    side = 100 if options else 5000
+    urls = [data_url(np.full((side, side, 3), number, np.uint8)) for number in range(8)]
+    many = [
+        work.begun(url, salts=(number,), client=Member("one", number), **options)
+        for number, url in enumerate(urls)
+    ]
+    for client in (Member("one", "another"), Member("another", None)):
+        assert len(work.made(data_url(SMALL), client=client, salts=(client,)).media) == 1
+        assert sum(each.done() for each in many) <= 1
+        assert work.stats.waiting >= 7
+    for each in many:
+        each.cancel()
+    eventually(lambda: work.stats.waiting, 0)
+    work.close()
+
+
+def test_a_prompt_that_its_pictures_make_too_long_costs_nothing() -> None:
+    work = Work()
+    work.pool.close()  # so that no worker could tell
+    wide = data_url(np.zeros((280, 560, 3), np.uint8))  # of 200 embeddings
+    for form in ("png", "jpeg", "webp", "gif", "bmp"):
+        url = data_url(np.zeros((280, 560, 3), np.uint8), form)
+        for shown, length in (((url,), 202), ((url, wide, url), 604)):
+            said = f"a prompt of {length} tokens with what it shows is longer than the {length - 1}"
+            with pytest.raises(RequestError, match=f"^part(.0)?: {said}") as refused:
+                work.begun(*shown, longest=length - 1)
+            assert refused.value.code is ErrorCode.PROMPT_TOO_LONG
+            with pytest.raises(EngineDeadError):  # which is asked for one that is not too long
+                work.begun(*shown, longest=length).result(60)
+    assert work.stats.refused == 10
+    # Nor is a prompt of more than that made to count it.
+    with pytest.raises(RequestError, match="a prompt of 62658 tokens"):
+        work.begun(wide, min_pixels=49_000_000, max_pixels=50_000_000, longest=50_000)
+    work.close()
+
+
+def test_a_size_by_which_nothing_is_refused_wrongly() -> None:
+    """A picture that the camera held upright counts as what it will be, or less."""
+    work = Work()
+    out = BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(np.zeros((30, 131, 3), np.uint8)).save(out, "jpeg", exif=exif)
+    url = "data:image/jpeg;base64," + base64.b64encode(out.getvalue()).decode()
+    made = work.made(url)
+    again = work.begun(url, salts=("a",), longest=len(made.token_ids)).result(60).pop()
+    assert same(made, again)
+    known = work.begun(url, longest=len(made.token_ids)).result(60).pop()
+    assert same(made, known)
+    work.close()
 
 
 def test_equal_pictures_that_come_at_once_are_processed_once() -> None:

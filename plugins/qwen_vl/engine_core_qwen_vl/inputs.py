@@ -93,6 +93,10 @@ class QWenVLProcessor(QWenProcessor):
         largest = f"{self._size} x {self._size} pixels after resizing"
         return {"image": MediaLimit(EMBEDDINGS, largest, self._activations, ("visual",))}
 
+    def picture_outline(self, height: int, width: int, options: Mapping[str, Any]) -> MediaItem:
+        """What a picture becomes, of whatever size."""
+        return MediaItem("image", b"", (0, EMBEDDINGS))
+
     def named_media(self, token_ids: Sequence[int]) -> Mapping[str, Sequence[str]]:
         """The paths of files in a prompt, by kind, if each of its images is named by one.
 
