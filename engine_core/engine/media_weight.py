@@ -1,4 +1,4 @@
-"""What a prompt with pictures will cost, and how long it will be, before anything is decoded."""
+"""The cost and the length of a prompt with pictures, before anything is decoded."""
 
 from __future__ import annotations
 

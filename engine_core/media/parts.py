@@ -20,8 +20,17 @@ _TYPES = {
     "input_audio": ("audio", "input_audio"),
     "audio": ("audio", "audio"),
 }
+# What a part or a message may have under it is a picture, a video or a sound, in some service.
+MEDIA_FIELDS = frozenset(
+    {
+        *(name for each, (_, key) in _TYPES.items() for name in (each, key)),
+        *("images", "videos", "audios", "input_video", "file", "input_file", "file_data"),
+    }
+)
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 _LONGEST_UUID = 256
+# What to do about one of these fields in the wrong place.
+OWN_PART = "give what it shows a part of its own, whose type says what it is"
 
 
 class MediaPart(NamedTuple):
@@ -63,12 +72,22 @@ def split_media(
         return given, []  # for the template's check to name
     for number, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
-        if not isinstance(content, list) or not any(_type(part) for part in content):
+        for key in message if isinstance(message, Mapping) else ():
+            if shows(key, message[key]):
+                param = f"messages.{number}.{key}"
+                raise RequestError(f"{param}: a message has no {key!r}; {OWN_PART}", param=param)
+        if not isinstance(content, list):
+            plain.append(message)
+            continue
+        if not any(_type(part) for part in content):
+            for index, part in enumerate(content):
+                _check_fields(None, part, f"messages.{number}.content.{index}")
             plain.append(message)
             continue
         parts: list[Any] = []
         for index, part in enumerate(content):
             kind = _type(part)
+            _check_fields(kind, part, f"messages.{number}.content.{index}")
             if kind is None:
                 bare = isinstance(part, Mapping) and set(part) == {"text"}
                 parts.append({"type": "text", "text": part["text"]} if bare else part)
@@ -132,6 +151,25 @@ def _type(part: Any) -> str | None:
     return kind if kind in _TYPES else None
 
 
+def shows(key: str, value: Any) -> bool:
+    """Whether a field of a message or a part says that there is something to see or hear."""
+    empty = value is None or (isinstance(value, str | list | dict) and not value)
+    return key in MEDIA_FIELDS and not empty
+
+
+def _check_fields(kind: str | None, part: Any, place: str) -> None:
+    """Refuse what a part shows besides what its type says."""
+    if not isinstance(part, Mapping):
+        return
+    own = None if kind is None else _TYPES[kind][1]
+    for key, value in part.items():
+        if key != own and shows(key, value):
+            given = f"of the type {shown(part['type'])}" if "type" in part else "without a type"
+            raise RequestError(
+                f"{place}.{key}: a part {given} has no {key!r}; {OWN_PART}", param=f"{place}.{key}"
+            )
+
+
 def _of_part(name: str, part: Mapping[str, Any], place: str) -> MediaPart:
     kind, key = _TYPES[name]
     param = f"{place}.{key}"
@@ -187,4 +225,4 @@ def _checked(part: MediaPart) -> MediaPart:
     return part
 
 
-__all__ = ["MediaPart", "prompt_media", "split_media"]
+__all__ = ["MEDIA_FIELDS", "OWN_PART", "MediaPart", "prompt_media", "shows", "split_media"]

@@ -1,4 +1,4 @@
-"""What it costs to decode a part, as far as the beginning of its file tells.
+"""The cost of decoding a part, as far as the beginning of its file tells.
 
 Nothing is decoded here, so that it may be done outside of a worker. It says whose turn it is, and
 nothing is refused by it.

@@ -22,6 +22,7 @@ from fastapi import Request
 from pydantic import TypeAdapter, ValidationError
 
 from engine_core import own_process
+from engine_core.media.parts import MEDIA_FIELDS, OWN_PART
 from engine_core.server.context import RequestContext
 from engine_core.server.errors import ApiError, ClientGone, unavailable
 
@@ -371,7 +372,8 @@ def _path(location: tuple[int | str, ...], value: Any, kind: str) -> tuple[str, 
         inside = (isinstance(value, dict) and part in value) or (
             isinstance(value, list) and isinstance(part, int) and part < len(value)
         )
-        if inside:
+        # A branch may have the name of a field beside it, in which there are no others.
+        if inside and (index == last or isinstance(value[part], dict | list)):
             value = value[part]
         elif not (index == last and kind == "missing"):
             continue
@@ -390,6 +392,8 @@ def _explained(error: ValidationError, value: Any) -> ApiError:
         message = item["msg"].removeprefix("Value error, ")
         if kind == "extra_forbidden":
             message = "unknown field; leave it out"
+            if path and path[-1] in MEDIA_FIELDS:
+                message = f"unknown field; {OWN_PART}"
         elif kind == "missing":
             message = "this field is required"
         elif kind in ("union_tag_invalid", "union_tag_not_found"):

@@ -21,13 +21,14 @@ from engine_core.server.protocol import (
     Items,
     OnlyFalse,
     OpenBody,
+    ShowingBody,
     StopString,
     Text,
 )
 from engine_core.server.responses import Answer
 
 
-class _Cached(OpenBody):
+class _Cached(ShowingBody):
     cache_control: Any = None
     """No effect but on the usage, which then counts cached tokens apart."""
 
@@ -37,6 +38,8 @@ class TextBlock(_Cached):
 
     type: Literal["text"]
     text: str
+    source: None = None
+    """That of a picture, which has a block of its own."""
 
 
 class Base64Source(OpenBody):
@@ -92,21 +95,21 @@ UserBlock = Annotated[TextBlock | ImageBlock | ToolResultBlock, Field(discrimina
 AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
 
 
-class UserTurn(OpenBody):
+class UserTurn(ShowingBody):
     """A message of the user, or results of calls."""
 
     role: Literal["user"]
     content: str | Annotated[list[UserBlock], Items(1, MAX_PARTS)]
 
 
-class AssistantTurn(OpenBody):
+class AssistantTurn(ShowingBody):
     """An earlier answer of the model; the answer continues the last message if it is one."""
 
     role: Literal["assistant"]
     content: str | Annotated[list[AssistantBlock], Items(0, MAX_PARTS)]
 
 
-class SystemTurn(OpenBody):
+class SystemTurn(ShowingBody):
     """Instructions in the course of a conversation."""
 
     role: Literal["system"]

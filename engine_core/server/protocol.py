@@ -32,6 +32,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from engine_core.configs import SamplingParams
 from engine_core.configs.base import describe
+from engine_core.media.parts import shows
 
 _MAX_INT = 2**31 - 1
 
@@ -172,6 +173,26 @@ class OpenBody(Body):
     """An object that may have further fields, which have no effect."""
 
     model_config = ConfigDict(extra="ignore")
+
+
+class ShowingBody(OpenBody):
+    """An object that may have further fields, unless these would show something.
+
+    Nobody is to be answered as if the model had seen what it was not given.
+    """
+
+    # Of the other fields none is left when this is looked at; in the schema they are open.
+    model_config = ConfigDict(
+        extra="forbid", json_schema_extra=lambda schema: schema.pop("additionalProperties", None)
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_media_unknown(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {key: each for key, each in value.items() if key in known or shows(key, each)}
 
 
 class StreamOptions(Body):
@@ -370,7 +391,7 @@ class GenerationBody(CommonBody, Labels):
     """See the header X-Request-Id."""
 
 
-class TextPart(OpenBody):
+class TextPart(ShowingBody):
     """A piece of a message's text."""
 
     type: Literal["text"]
@@ -390,7 +411,7 @@ class MediaUrl(OpenBody):
     """No effect: see ``mm_processor_kwargs``."""
 
 
-class _MediaPart(OpenBody):
+class _MediaPart(ShowingBody):
     uuid: str | None = None
     """A name for the item, by which it can be shown again without its content."""
 
@@ -434,28 +455,29 @@ class AudioPart(_MediaPart):
     input_audio: AudioData | None = None
 
 
-_PART_TAGS = {"image_url": "image", "input_image": "image", "video_url": "video"}
-_PART_TAGS |= {"audio_url": "audio_url", "input_audio": "audio"}
+# By type; none is a field of a part, which a place in it would be taken for.
+_PART_TAGS = {"image_url": "ImagePart", "input_image": "ImagePart", "video_url": "VideoPart"}
+_PART_TAGS |= {"audio_url": "AudioUrlPart", "input_audio": "AudioPart"}
 
 
 def _part_kind(value: Any) -> str:
     # Asked of a body, and of its part when that is written out again.
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return _PART_TAGS.get(kind, "text") if isinstance(kind, str) else "text"
+    return _PART_TAGS.get(kind, "TextPart") if isinstance(kind, str) else "TextPart"
 
 
 Content = str | Annotated[list[TextPart], Items(1, MAX_PARTS)]
 Part = Annotated[
-    Annotated[TextPart, Tag("text")]
-    | Annotated[ImagePart, Tag("image")]
-    | Annotated[VideoPart, Tag("video")]
-    | Annotated[AudioUrlPart, Tag("audio_url")]
-    | Annotated[AudioPart, Tag("audio")],
+    Annotated[TextPart, Tag("TextPart")]
+    | Annotated[ImagePart, Tag("ImagePart")]
+    | Annotated[VideoPart, Tag("VideoPart")]
+    | Annotated[AudioUrlPart, Tag("AudioUrlPart")]
+    | Annotated[AudioPart, Tag("AudioPart")],
     Discriminator(_part_kind),
 ]
 
 
-class InstructionMessage(OpenBody):
+class InstructionMessage(ShowingBody):
     """Instructions to the model; "developer" is OpenAI's newer word for "system"."""
 
     role: Literal["system", "developer"]
@@ -463,7 +485,7 @@ class InstructionMessage(OpenBody):
     name: str | None = None
 
 
-class UserMessage(OpenBody):
+class UserMessage(ShowingBody):
     """A message of the user."""
 
     role: Literal["user"]
@@ -486,7 +508,7 @@ class ToolCall(OpenBody):
     function: FunctionCall
 
 
-class AssistantMessage(OpenBody):
+class AssistantMessage(ShowingBody):
     """An earlier answer of the model."""
 
     role: Literal["assistant"]
@@ -505,7 +527,7 @@ class AssistantMessage(OpenBody):
     """See continue_final_message."""
 
 
-class ToolMessage(OpenBody):
+class ToolMessage(ShowingBody):
     """The result of a function call."""
 
     role: Literal["tool"]

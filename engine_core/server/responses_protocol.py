@@ -20,6 +20,7 @@ from engine_core.server.protocol import (
     Labels,
     OnlyFalse,
     OpenBody,
+    ShowingBody,
     Text,
     TextResponseFormat,
     Top,
@@ -27,14 +28,14 @@ from engine_core.server.protocol import (
 from engine_core.server.responses import Answer, MediaTokens, TokenLogprob
 
 
-class InputText(OpenBody):
+class InputText(ShowingBody):
     """A piece of a message's text."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-class InputImage(OpenBody):
+class InputImage(ShowingBody):
     """A picture, for models that take them."""
 
     type: Literal["input_image"]
@@ -49,17 +50,17 @@ class InputImage(OpenBody):
 
 def _input_kind(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "image" if kind == "input_image" else "text"
+    return "InputImage" if kind == "input_image" else "InputText"
 
 
 Content = str | Annotated[list[InputText], Items(0, MAX_PARTS)]
 Input = Annotated[
-    Annotated[InputText, Tag("text")] | Annotated[InputImage, Tag("image")],
+    Annotated[InputText, Tag("InputText")] | Annotated[InputImage, Tag("InputImage")],
     Discriminator(_input_kind),
 ]
 
 
-class MessageItem(OpenBody):
+class MessageItem(ShowingBody):
     """A message of the model, or instructions to it."""
 
     type: Literal["message"] | None = None
@@ -67,7 +68,7 @@ class MessageItem(OpenBody):
     content: Content
 
 
-class UserItem(OpenBody):
+class UserItem(ShowingBody):
     """A message of the user."""
 
     type: Literal["message"] | None = None

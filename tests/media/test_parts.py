@@ -100,6 +100,32 @@ def test_parts_without_content_are_refused_by_their_place(part: Any, said: str) 
     assert refused.value.param == f"messages.1.content.0.{part['type']}"
 
 
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        ({"type": "text", "text": "a", "image_url": {"url": URL}}, "image_url"),
+        ({"type": "text", "text": "a", "image": PIXELS}, "image"),
+        ({"text": "a", "input_audio": {"data": "AA==", "format": "wav"}}, "input_audio"),
+        ({"type": "image_url", "image_url": URL, "video_url": URL}, "video_url"),
+        ({"type": "image", "image": PIXELS, "audio": (PIXELS, 8000)}, "audio"),
+        ({"image": PIXELS, "video": [PIXELS]}, "video"),
+        ({"type": "refusal", "refusal": "a", "file": {"file_data": URL}}, "file"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("beside", [[], [{"type": "image_url", "image_url": URL}]])
+def test_nothing_that_is_shown_is_overlooked(part: Any, field: str, beside: list[Any]) -> None:
+    with pytest.raises(RequestError, match="give what it shows a part of its own") as refused:
+        split_media([{"role": "user", "content": [{"type": "text", "text": "b"}, part, *beside]}])
+    assert refused.value.param == f"messages.0.content.1.{field}"
+    with pytest.raises(RequestError, match="a message has no 'images'; give") as refused:
+        split_media([{"role": "user", "content": "a", "images": [URL]}])
+    assert refused.value.param == "messages.0.images"
+    # A client that writes all fields says nothing by it.
+    fine = [{"type": "text", "text": "b", "image_url": None, "images": []}]
+    assert split_media([{"role": "user", "content": fine}])[1] == []
+
+
 def test_items_of_prompts_have_their_uuids() -> None:
     clip = np.zeros((4, 2, 3, 3), np.uint8)
     found = prompt_media(

@@ -239,6 +239,21 @@ CHAT: dict[str, Any] = {
             {"messages": [{"role": "user", "content": [{"type": "image", "image": "/a.png"}]}]},
             "messages.0.content.0.type: Input should be 'text'",
         ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "text", "text": "a", "image_url": {"url": "data:"}}],
+                    }
+                ]
+            },
+            "messages.0.content.0.image_url: unknown field; give what it shows a part of its own",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a", "images": ["AA=="]}]},
+            "messages.0.images: unknown field; give what it shows a part of its own",
+        ),
         ({"mm_processor_kwargs": {"max_pixels": 9}}, "mm_processor_kwargs are for what the mess"),
         ({"use_beam_search": True}, "use_beam_search: only false is supported"),
         (

@@ -279,6 +279,18 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/
     [
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "content.0.source has 'image', "),
         ({"messages": [{"role": "user", "content": [FILE]}]}, "messages.0.content.0.*'file'"),
+        (
+            {"messages": [{"role": "user", "content": [{**IMAGE, "type": "text", "text": "a"}]}]},
+            r"messages\.0\.content\.0\.source: not supported here",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "a", "image": "b"}]}
+                ]
+            },
+            r"messages\.0\.content\.0\.image: .*give what it shows a part of its own",
+        ),
         ({"messages": [{"role": "assistant", "content": [IMAGE]}]}, "messages.0.content.*'image'"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
         ({"max_tokens": None}, "max_tokens"),

@@ -446,6 +446,15 @@ IMAGE = {"type": "input_image", "image_url": "https://example.org/a.png", "detai
             "takes text alone",
         ),
         (
+            {
+                "input": [
+                    {"role": "user", "content": [{**IMAGE, "type": "input_text", "text": "a"}]}
+                ]
+            },
+            "input.0.content.0.image_url",
+            "give what it shows a part of its own",
+        ),
+        (
             {"input": [{"role": "assistant", "content": [IMAGE]}]},
             "input.0.content.0.type",
             "got 'input_image'",
