@@ -105,7 +105,8 @@ def _outline(processor: Any, part: MediaPart, options: Mapping[str, Any]) -> Med
         return None
     if not all(isinstance(each, MediaItem) for each in outlines):
         return None
-    return min(outlines, key=lambda each: each.num_embeddings)
+    smaller: MediaItem = min(outlines, key=lambda each: each.num_embeddings)
+    return smaller
 
 
 __all__ = ["Weight", "weigh"]

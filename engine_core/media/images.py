@@ -19,6 +19,9 @@ MAX_PIXELS = 50_000_000
 # As JPEG has it. A decoder takes a row at a time: 50 million rows of a pixel take it a minute.
 MAX_SIDE = 65_535
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+# A decoder goes over all of a JPEG for each of its scans, which may have some bytes.
+_MOST_SCANS = 128
+_SCAN = b"\xff\xda"
 _SCHEME = "data:"
 # What a browser overlooks in the base64 of a data URL.
 _BREAKS = dict.fromkeys(map(ord, "\t\n\f\r "))
@@ -61,6 +64,12 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]
         if max(width, height) > MAX_SIDE:
             raise RequestError(
                 f"the picture has {width} x {height} pixels, and a side may have {MAX_SIDE} at most"
+            )
+        # Elsewhere these two bytes stand only in previews.
+        if image.format in ("JPEG", "MPO") and (scans := data.count(_SCAN)) > _MOST_SCANS:
+            raise RequestError(
+                f"the picture has {scans} scans, and {_MOST_SCANS} are taken at most; save it "
+                "as a JPEG that is not progressive"
             )
         # Beside a photograph a camera's file may have a preview, or what another lens saw.
         if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:

@@ -67,7 +67,7 @@ def _size(head: bytes) -> tuple[int, int] | None:
         if head.startswith(b"\x89PNG\r\n\x1a\n"):
             width, height = struct.unpack_from(">II", head, 16)
         elif head[:6] in (b"GIF87a", b"GIF89a"):
-            width, height = struct.unpack_from("<HH", head, 6)
+            width, height = _gif(head)
         elif head.startswith(b"BM"):
             old = struct.unpack_from("<I", head, 14)[0] == 12
             width, height = struct.unpack_from("<HH" if old else "<ii", head, 18)
@@ -80,6 +80,21 @@ def _size(head: bytes) -> tuple[int, int] | None:
     except (struct.error, IndexError):
         return None
     return abs(height), abs(width)
+
+
+def _gif(head: bytes) -> tuple[int, int]:
+    """The screen, and as much more as the first picture on it has."""
+    width, height = struct.unpack_from("<HH", head, 6)
+    at = 13 + (3 << (head[10] & 7) + 1 if head[10] & 0x80 else 0)
+    while head[at] == 0x21:  # what comes before the picture, in pieces with their lengths
+        at += 2
+        while head[at]:
+            at += head[at] + 1
+        at += 1
+    if head[at] == 0x2C:
+        left, top, wide, high = struct.unpack_from("<HHHH", head, at + 1)
+        width, height = max(width, left + wide), max(height, top + high)
+    return width, height
 
 
 def _webp(head: bytes) -> tuple[int, int]:

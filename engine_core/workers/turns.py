@@ -237,7 +237,7 @@ def _path(client: Hashable) -> _Path:
 
 
 def group_of(client: Hashable) -> Hashable:
-    """What a client is to those of other groups."""
+    """The client, as those of other groups see it."""
     return _path(client)[0]
 
 

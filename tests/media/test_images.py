@@ -160,3 +160,15 @@ def test_grey_of_16_bits_has_its_shades() -> None:
     out = BytesIO()
     Image.fromarray(grey.astype(np.uint16) * 257).save(out, "PNG")
     assert (decode_image(out.getvalue()) == grey[..., None]).all()
+
+
+def test_a_picture_of_many_scans_is_refused() -> None:
+    """Each takes a decoder as long as the whole picture, and ten bytes of the file."""
+    out = BytesIO()
+    Image.fromarray(np.zeros((64, 64, 3), np.uint8)).save(out, "JPEG", progressive=True)
+    content = out.getvalue()
+    assert decode_image(content).shape == (64, 64, 3)
+    last = content.rindex(b"\xff\xda")
+    scan = content[last:-2]
+    with pytest.raises(RequestError, match="scans, and 128 are taken at most"):
+        decode_image(content[:-2] + scan * 500 + content[-2:])

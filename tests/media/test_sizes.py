@@ -50,6 +50,15 @@ def test_sizes_are_what_pillow_says(form: str, mode: str, settings: dict[str, An
             assert picture_size(part(content[:end])) in (None, (height, width))
 
 
+def test_a_gif_that_is_larger_than_its_screen() -> None:
+    out = BytesIO()
+    Image.new("P", (300, 200)).save(out, "GIF", comment=b"a" * 300)
+    content = bytearray(out.getvalue())
+    content[6:10] = b"\1\0\1\0"
+    width, height = Image.open(BytesIO(content)).size
+    assert picture_size(part(bytes(content))) == (height, width) == (200, 300)
+
+
 def test_what_says_nothing_costs_the_most() -> None:
     for value in (b"", b"\xff\xd8\xff", b"\xff\xd8" + b"\xff" * 300_000, "data:,", "data:a", "d"):
         assert picture_size(part(value)) is None

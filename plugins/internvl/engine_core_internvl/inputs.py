@@ -101,7 +101,7 @@ class InternVLProcessor:
         }
 
     def picture_outline(self, height: int, width: int, options: Mapping[str, Any]) -> MediaItem:
-        """What a picture of that size becomes, without its tiles.
+        """An item as a picture of that size becomes, without its tiles.
 
         Raises:
             RequestError: an option is none.

@@ -116,7 +116,7 @@ class Qwen2VLProcessor:
         }
 
     def picture_outline(self, height: int, width: int, options: Mapping[str, Any]) -> MediaItem:
-        """What a picture of that size becomes, without its pixels.
+        """An item as a picture of that size becomes, without its pixels.
 
         Raises:
             RequestError: it is too long, or an option is none.

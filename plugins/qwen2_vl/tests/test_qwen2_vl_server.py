@@ -376,3 +376,44 @@ def test_processing_ends_when_its_client_leaves(server: ServerProcess) -> None:
         time.sleep(0.01)
     after = figures(server)
     assert after["media_decode_seconds_total"] == before["media_decode_seconds_total"]
+
+
+def test_who_sends_large_pictures_holds_up_nobody(server: ServerProcess) -> None:
+    """Each with a salt of its own, which is no client of its own."""
+    url = server.url + "/v1/chat/completions"
+    small = {"max_pixels": 20_000}
+    large = [data_url(np.full((4100, 4100, 3), number, np.uint8)) for number in range(6)]
+
+    def ask(shown: str, salt: str, source: str = "127.0.0.1") -> float:
+        body = {**ASKED, "messages": message(shown), "cache_salt": salt}
+        body |= {"mm_processor_kwargs": small} if len(shown) > 50_000 else {}
+        with httpx.Client(
+            transport=httpx.HTTPTransport(local_address=source), timeout=300
+        ) as client:
+            answer = client.post(url, json=body)
+        assert answer.status_code == 200, answer.text
+        return time.monotonic()
+
+    with ThreadPoolExecutor(6) as pool:
+        many = [pool.submit(ask, shown, str(number)) for number, shown in enumerate(large)]
+        while not any(each.done() for each in many):
+            time.sleep(0.01)
+        other = ask(data_url(PIXELS // 2), "other", "127.0.0.2")
+        same = ask(data_url(PIXELS // 3), "another")
+        ends = [each.result() for each in many]
+    assert sum(end > other for end in ends) >= 3
+    assert sum(end > same for end in ends) >= 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_too_long_by_its_pictures_is_refused_at_once(
+    server: ServerProcess, stream: bool
+) -> None:
+    body = {**ASKED, "messages": message(data_url(np.zeros((2000, 2000, 3), np.uint8)))}
+    answer = httpx.post(
+        server.url + "/v1/chat/completions", json={**body, "stream": stream}, timeout=60
+    )
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert error["param"] == "messages"
+    assert "with what it shows is longer than the 511 that are taken" in error["message"]

@@ -94,7 +94,7 @@ class QWenVLProcessor(QWenProcessor):
         return {"image": MediaLimit(EMBEDDINGS, largest, self._activations, ("visual",))}
 
     def picture_outline(self, height: int, width: int, options: Mapping[str, Any]) -> MediaItem:
-        """What a picture becomes, of whatever size."""
+        """An item as a picture of any size becomes, without its pixels."""
         return MediaItem("image", b"", (0, EMBEDDINGS))
 
     def named_media(self, token_ids: Sequence[int]) -> Mapping[str, Sequence[str]]:
