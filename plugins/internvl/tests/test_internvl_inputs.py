@@ -399,3 +399,27 @@ def test_the_largest_picture_is_as_large_as_is_said() -> None:
         prompt = made.process_media([CONTEXT], {"image": [picture(900, 900, 3)]}, {})
         limit = made.media_limits({})["image"]
         assert limit.num_embeddings == prompt.media[0].num_embeddings == 4 * tiles
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_dynamic_patch": 3},
+        {"use_thumbnail": False},
+        {"dynamic_image_size": False},
+    ],
+)
+def test_an_outline_is_what_becomes_of_a_picture(options: dict[str, Any]) -> None:
+    """By its size alone it has as many embeddings, and makes as long a prompt."""
+    chance, made = random.Random(0), processor()
+    for _ in range(8):
+        height, width = chance.randint(1, 400), chance.randint(1, 400)
+        outline = made.picture_outline(height, width, options)
+        ids = [5, CONTEXT, 6]
+        whole = made.process_media(ids, {"image": [picture(height, width, 3)]}, options)
+        assert outline.num_embeddings == whole.media[0].num_embeddings
+        again = made.process_media(ids, {"image": [outline]}, options)
+        assert list(again.token_ids) == list(whole.token_ids)
+    with pytest.raises(RequestError, match="'colour' is not one of"):
+        made.picture_outline(5, 5, {"colour": 1})

@@ -295,3 +295,21 @@ def test_the_largest_picture_is_as_large_as_is_said() -> None:
     assert prompt.media[0].num_embeddings == limit.num_embeddings == 1280
     prompt = processor().process_media([IMAGE], {"image": [picture(1800, 1500, 3)]}, {})
     assert 0.95 * 1280 < prompt.media[0].num_embeddings <= 1280
+
+
+@pytest.mark.parametrize("options", [{}, {"max_pixels": 9000}, {"min_pixels": 40_000}])
+def test_an_outline_is_what_becomes_of_a_picture(options: dict[str, Any]) -> None:
+    """By its size alone it has as many embeddings, and makes the same prompt."""
+    chance, made = np.random.default_rng(0), processor()
+    for height, width in chance.integers(1, 150, (8, 2)).tolist():
+        outline = made.picture_outline(height, width, options)
+        ids = [5, IMAGE, 6]
+        whole = made.process_media(ids, {"image": [picture(height, width, 3)]}, options)
+        assert outline.num_embeddings == whole.media[0].num_embeddings
+        again = made.process_media(ids, {"image": [outline]}, options)
+        assert list(again.token_ids) == list(whole.token_ids)
+        assert again.token_state["mrope_positions"].tolist() == (
+            whole.token_state["mrope_positions"].tolist()
+        )
+    with pytest.raises(RequestError, match="is too long"):
+        made.picture_outline(1000, 1, options)

@@ -218,3 +218,13 @@ def test_the_tower_takes_no_more_memory_than_is_said(
     limit = QWenVLProcessor(config).media_limits({})["image"]
     assert limit.num_embeddings == 256
     assert measured <= limit.activations <= 1.6 * measured
+
+
+def test_an_outline_is_what_becomes_of_a_picture() -> None:
+    made = processor()
+    begin = made._begin
+    ids = [5, begin, begin + 1, 6]
+    whole = made.process_media(ids, {"image": [picture(30, 50, 3)]}, {})
+    again = made.process_media(ids, {"image": [made.picture_outline(30, 50, {})]}, {})
+    assert list(again.token_ids) == list(whole.token_ids)
+    assert [item.span for item in again.media] == [item.span for item in whole.media]
