@@ -202,7 +202,7 @@ def fetch(
     resolver: Resolver,
     max_bytes: int,
 ) -> bytes:
-    """What an address gives.
+    """The bytes that an address gives.
 
     Args:
         url: the address.
