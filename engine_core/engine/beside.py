@@ -65,7 +65,7 @@ def compile_beside(opened: Opened) -> Compiles:
     try:
         return _begin(opened)
     except Exception as error:
-        logger.info("kernels are not compiled ahead: %s", described(error))
+        logger.warning("kernels are not compiled ahead: %s", described(error))
         return NOBODY
 
 

@@ -152,8 +152,9 @@ def rehearse(
         EngineError: the model cannot run; the subclass says why.
         Exception: a family's code may raise anything where numbers are missing.
     """
-    config = task.config.replace(load_format="dummy", device="cuda", skip_tokenizer_init=True)
-    config = config.replace(tokenizer=None) if config.tokenizer is not None else config
+    config = task.config.replace(
+        load_format="dummy", device="cuda", tokenizer=None, skip_tokenizer_init=True
+    )
     steps, started = _Steps(recorded), False
 
     def launched(part: Part) -> None:

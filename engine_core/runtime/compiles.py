@@ -188,7 +188,9 @@ class CompileProcess(Compiles):
             logger.info("kernels ahead: %s, within %.1f s", ended["ended"], seconds)
         elif not self._closed:
             why = ended.get("failed") or "the process ended"
-            logger.info("kernels are not compiled ahead any more: %s", why)
+            logger.warning(
+                "kernels are not compiled ahead any more, and a start takes longer: %s", why
+            )
         with self._changed:
             self._ended = ended
             self._changed.notify_all()

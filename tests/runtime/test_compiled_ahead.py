@@ -127,7 +127,7 @@ def test_nobody_waits_for_a_process_that_died(caplog: pytest.LogCaptureFixture) 
     (folder / "0").touch()
     compiles.wait(STEP)
     compiles.close()
-    assert "not compiled ahead any more: the process ended" in caplog.text
+    assert "a start takes longer: the process ended" in caplog.text
 
 
 def test_nobody_waits_for_a_process_that_is_stuck(caplog: pytest.LogCaptureFixture) -> None:
