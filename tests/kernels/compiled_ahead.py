@@ -139,13 +139,17 @@ def compile_row_codes(found: list[Any]) -> bool:
     return all(wide) and len(wide) == 4 and all(kernel.asm["cubin"] for kernel in found[begin:])
 
 
-def compile_sampling(found: list[Any]) -> bool:
+# Rows, tokens, and whether logits are adjusted.
+CHOICES = [(1, 151936, False), (64, 128256, True)]
+
+
+def compile_sampling(found: list[Any], choices: list[tuple[int, int, bool]]) -> bool:
     """Whether all choices become machine code, of few and of many rows, adjusted and not.
 
     Programs that read all logits exchange nothing before their end.
     """
     begin = len(found)
-    for rows, vocab, adjusted in ((1, 151936, False), (64, 128256, True), (1, 3, True)):
+    for rows, vocab, adjusted in choices:
         logits = torch.zeros(rows, vocab).bfloat16()
         places = torch.zeros(rows, dtype=torch.int64)
         adjustments = None
@@ -158,7 +162,8 @@ def compile_sampling(found: list[Any]) -> bool:
         numbers = torch.zeros(rows, 7, dtype=torch.float64)
         state = SamplingState(numbers, places, adjustments)
         sampling.sample_tokens(logits, places, places, places, state)
-    weighing = found[begin + 2], found[begin + 6]
+    # Three tokens are read by one program, which exchanges what all of it needs.
+    weighing = found[begin + 2 :: 4] if choices is CHOICES else []
     return all(kernel.asm["cubin"] for kernel in found[begin:]) and all(
         kernel.asm["ptx"].count("bar.sync") < 10 for kernel in weighing
     )
@@ -172,7 +177,7 @@ def main(names: list[str]) -> None:
 
     "experts" are the kernels of a layer of experts for one token, "rank_sums" those of sums over
     ranks, "row_codes" those of rows that are quantised where they are made, "sampling" those that
-    choose tokens.
+    choose tokens, "few_tokens" the same of three.
     """
     found = compile_launches()
     for name in names:
@@ -185,8 +190,9 @@ def main(names: list[str]) -> None:
         if name == "rank_sums":
             sys.stdout.write(f"{name} {compile_rank_sums(found)}\n")
             continue
-        if name == "sampling":
-            sys.stdout.write(f"{name} {compile_sampling(found)}\n")
+        if name in ("sampling", "few_tokens"):
+            choices = CHOICES if name == "sampling" else [(1, 3, True)]
+            sys.stdout.write(f"{name} {compile_sampling(found, choices)}\n")
             continue
         dtype = torch.float16 if name == "Q5_1" else torch.bfloat16
         if name in FORMS:
