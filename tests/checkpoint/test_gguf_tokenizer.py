@@ -116,11 +116,11 @@ def test_published_tokenizers_come_back_as_they_were(tmp_path, name, pre, ids):
     assert_same(ours, published)
     assert config["eos_token"] == published.id_to_token(ids["eos_token_id"])
     assert config["add_bos_token"] == ("bos_token_id" in ids)
+    if name == "qwen2_5":
+        assert_text_that_only_looks_special_stays(ours, published)
 
 
-def test_tokens_that_only_look_special_stay_in_the_text(tmp_path):
-    published = Tokenizer.from_file(str(fetched("tokenizers", "qwen2_5", "tokenizer.json")))
-    ours, _ = convert(tmp_path, fill_from(published, "qwen2", eos_token_id=151645))
+def assert_text_that_only_looks_special_stays(ours: Tokenizer, published: Tokenizer) -> None:
     text = "<|repo_name|>a<|file_sep|>b<|fim_prefix|>c<|fim_suffix|>d<|fim_middle|>e<|fim_pad|>"
     ids = ours.encode(f"{text}<|im_end|>").ids
     assert ids == published.encode(f"{text}<|im_end|>").ids
