@@ -97,7 +97,7 @@ soak: $(VENV)/.test ## Ten minutes of random load on an engine and a server, the
 	OMP_NUM_THREADS=1 ENGINE_CORE_TEST_FULL=1 $(BIN)/pytest -s tests/soak/test_ray_replicas_soak.py
 
 planted: $(VENV)/.test ## Plant errors in the families: the conformance kit must find each and say where.
-	ENGINE_CORE_TEST_FULL=1 $(PYTEST) tests/testing/test_planted_errors.py $(ARGS)
+	ENGINE_CORE_TEST_FULL=1 $(PYTEST) $(addprefix tests/testing/,test_planted_errors.py test_kit_bites.py test_kit_sees.py) $(ARGS)
 
 test-clients: $(VENV)/.test $(SMOLLM2) ## Drive a server with the clients that people use; ARGS names some of them.
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/clients/run.py --cache $(CACHE)/clients --smollm2 $(SMOLLM2) $(ARGS)

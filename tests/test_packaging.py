@@ -15,6 +15,7 @@ from email import message_from_bytes
 from email.message import Message
 from pathlib import Path
 
+import forkserver
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -23,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 PLUGIN = ROOT / "plugins" / "llama"
 COMPAT = ROOT / "compat" / "lmdeploy"
 GOLDEN = ROOT / "tests" / "golden" / "llama-gqa"
+GENERATE = ("generate", str(GOLDEN), "--token-ids", "1,2,3", "--skip-tokenizer-init")
 
 
 def _run(*command: str | Path, check: bool = True, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -106,8 +108,25 @@ def environment(wheels: Wheels, tmp_path_factory: pytest.TempPathFactory) -> Ite
     (folder / "lib" / version / "site-packages" / "borrowed.pth").write_text(f"{borrowed}\n")
     made = Environment(folder)
     made.pip("install", "--no-deps", "--no-index", wheels.core, wheels.plugin)
-    yield made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        _lend_compiled_code(folder / "cache" / "engine-core" / "code")
+        yield made
     shutil.rmtree(folder)
+
+
+def _lend_compiled_code(folder: Path) -> None:
+    """Lay what was compiled here for the same sources where the installed engine finds it.
+
+    It is told by its sources, so that nothing else is found. An activation is compiled anew, which
+    shows that the wheel has all that this takes; all kernels would take 15 s.
+    """
+    first = [sys.executable, "-m", "engine_core.cli", *GENERATE, "--max-tokens", "4"]
+    forkserver.run(first, capture_output=True, check=True, cwd=ROOT)
+    folder.mkdir(parents=True)
+    for path in (ROOT / "engine_core" / "kernels").rglob("*.code"):
+        if not path.name.startswith("activation"):
+            shutil.copy(path, folder)
 
 
 def _metadata(wheel: Path) -> Message:
@@ -191,13 +210,12 @@ def test_installed_plugin_is_found_and_removed(environment: Environment, wheels:
         "MistralForCausalLM",
         "MixtralForCausalLM",
     ]
-    command = ("generate", GOLDEN, "--token-ids", "1,2,3", "--skip-tokenizer-init")
-    assert len(environment.cli(*command, "--max-tokens", "4").stdout.split()) == 4
+    assert len(environment.cli(*GENERATE, "--max-tokens", "4").stdout.split()) == 4
 
     environment.pip("uninstall", "--yes", "engine-core-llama")
     try:
         assert json.loads(environment.cli("plugins", "--json").stdout) == []
-        refused = environment.cli(*command, check=False)
+        refused = environment.cli(*GENERATE, check=False)
         assert refused.returncode == 1
         assert "no installed plugin knows the architecture 'LlamaForCausalLM'" in refused.stderr
         assert "Traceback" not in refused.stderr
