@@ -147,7 +147,7 @@ def test_a_process_that_writes_something_else_is_not_waited_for(
     (folder / "0").touch()
     compiles.wait(STEP)
     compiles.close()
-    assert "any more: TypeError" in caplog.text
+    assert "a start takes longer: TypeError" in caplog.text
 
 
 @pytest.mark.parametrize("kept", [False, True])
