@@ -92,7 +92,7 @@ soak: $(VENV)/.test ## Ten minutes of random load on an engine and a server, the
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/fallback_table.py
 	ENGINE_CORE_TEST_FULL=1 $(PYTEST) -m hypothesis
 	ENGINE_CORE_TEST_FULL=1 $(PYTEST) -m 'not hypothesis' tests/kernels
-	ENGINE_CORE_TEST_FULL=1 $(PYTEST) tests/fuzz
+	ENGINE_CORE_TEST_FULL=1 $(PYTEST) tests/fuzz tests/cli/test_new_plugin.py
 	ENGINE_CORE_TEST_FULL=1 $(PYTEST) tests/soak/test_ray_soak.py
 	OMP_NUM_THREADS=1 ENGINE_CORE_TEST_FULL=1 $(BIN)/pytest -s tests/soak/test_ray_replicas_soak.py
 
