@@ -180,6 +180,14 @@ class ProcessExecutor(RanksExecutor):
     ) -> None:
         """Each of ``ranks``, spawned if none are given, opens the model anew from its name."""
         super().__init__(config, source.device)
+        if ranks is not None and not ranks.took_gpus() and source.device.type == "cuda":
+            logger.warning(
+                "a fork of this process could not use its GPU, so ranks are started as new "
+                "processes, which takes some seconds longer"
+            )
+            ranks.kill()
+            ranks.close()
+            ranks = None
         self._ranks = ranks or spawn_ranks(source.name, config)
         self._processes = self._ranks.processes
         self._connections += self._ranks.connections

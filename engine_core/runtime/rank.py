@@ -172,12 +172,16 @@ def _backend_of(device: str) -> str:
     return "nccl" if device == "cuda" else "gloo"
 
 
-def prepare(config: EngineConfig, seat: Seat) -> None:
+def prepare(config: EngineConfig, seat: Seat) -> bool:
     """Do what any model's rank must do, while the executor is still busy with its own part.
 
     What fails here fails again where it is needed, and is told then.
+
+    Returns:
+        Whether it has its GPU.
     """
     own_process.claim()
+    taken = False
     with contextlib.suppress(Exception):
         import torch
 
@@ -187,8 +191,10 @@ def prepare(config: EngineConfig, seat: Seat) -> None:
         if config.device in ("auto", "cuda") and torch.cuda.is_available():
             torch.cuda.set_device(_gpu_of(seat))
             torch.zeros(1, device="cuda")  # which takes the GPU's context
+            taken = True
             for needed in ("torch.distributed._symmetric_memory", "triton"):
                 import_module(needed)
+    return taken
 
 
 def _join(model: str, config: EngineConfig, seat: Seat) -> tuple[Worker, Phases]:

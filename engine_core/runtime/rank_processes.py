@@ -33,6 +33,8 @@ _STOP_SECONDS = 5.0
 # A fork says within some ms that it is there. One that does not hangs in a lock of a thread that it
 # does not have.
 _FORK_SECONDS = 10.0
+# It takes a GPU's context, and imports Triton, in a second or two.
+_GPU_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,10 @@ class RankProcesses:
         # Torch takes what follows as it is: with %20 for a space it would wait for another folder.
         meeting = f"file://{Path(self.folder.name).absolute()}/rendezvous"
         return Seat(rank, meeting, gpu=rank)
+
+    def took_gpus(self) -> bool:
+        """Whether each fork has its GPU, which it says once; to be asked before anything else."""
+        return _all_say_yes(self.connections, _GPU_SECONDS)
 
     def kill(self) -> None:
         """Kill them all."""
@@ -179,23 +185,25 @@ def _forked(model: str, config: EngineConfig) -> RankProcesses | None:
             # OpenBLAS ends its idle threads for a fork. Others, such as OpenMP's, would be missed.
             if len(list(Path("/proc/self/task").iterdir())) > 1:
                 break
-    if len(ranks.processes) == size and _are_there(ranks):
+    if len(ranks.processes) == size and _all_say_yes(ranks.connections, _FORK_SECONDS):
         return ranks
     ranks.kill()
     ranks.close()
     return None
 
 
-def _are_there(ranks: RankProcesses) -> bool:
-    """Whether all forks say that they work."""
-    until = time.monotonic() + _FORK_SECONDS
+def _all_say_yes(connections: list[Connection], seconds: float) -> bool:
+    """Whether each sends True, and all within so many seconds."""
+    until = time.monotonic() + seconds
     try:
-        return all(
-            connection.poll(max(0.0, until - time.monotonic())) and connection.recv() is True
-            for connection in ranks.connections
-        )
+        # All are heard, so that no answer is left for whoever reads next.
+        said = [
+            connection.poll(max(0.0, until - time.monotonic())) and connection.recv()
+            for connection in connections
+        ]
     except (EOFError, OSError):
         return False
+    return all(each is True for each in said)
 
 
 @contextmanager
@@ -226,7 +234,7 @@ def _forked_main(
     own_process.forget_parent(set(inherited) - {connection.fileno()})
     # True where CUDA was begun before the fork, which the parent may have overlooked.
     connection.send(not torch.cuda._is_in_bad_fork())
-    prepare(config, seat)
+    connection.send(prepare(config, seat))
     _live(connection, ring, model, config, seat)
 
 

@@ -364,16 +364,23 @@ def _pieces(value: Any) -> Iterator[str]:
         yield repr(value)
 
 
+def _has(value: Any, part: int | str) -> bool:
+    """Whether an object has such a field, or an array such an element."""
+    if isinstance(value, dict):
+        return part in value
+    return isinstance(value, list) and isinstance(part, int) and part < len(value)
+
+
 def _path(location: tuple[int | str, ...], value: Any, kind: str) -> tuple[str, ...]:
     """``location`` without what pydantic adds to it: the branches of a union."""
     path: list[str] = []
     last = len(location) - 1
     for index, part in enumerate(location):
-        inside = (isinstance(value, dict) and part in value) or (
-            isinstance(value, list) and isinstance(part, int) and part < len(value)
-        )
-        # A branch may have the name of a field beside it, in which there are no others.
-        if inside and (index == last or isinstance(value[part], dict | list)):
+        # A branch may have the name of a field beside it, where the rest of the way goes on.
+        if _has(value, part) and (
+            isinstance(value[part], dict | list)
+            or not any(_has(value, later) for later in location[index + 1 :])
+        ):
             value = value[part]
         elif not (index == last and kind == "missing"):
             continue

@@ -135,6 +135,31 @@ told["left"] = len(multiprocessing.active_children())
     assert f"HANDLED ranks are started as new processes: {why}" in done.stderr
 
 
+def test_forks_without_their_gpus_give_way_to_new_processes() -> None:
+    """As where a driver was begun before the fork; here no fork has a GPU."""
+    told, done = run(
+        """
+import torch
+from types import SimpleNamespace
+from engine_core.runtime.executor import ProcessExecutor
+make = ProcessExecutor.__init__
+
+def made(self, source, config, ranks=None):
+    told["given"] = ranks.forked
+    make(self, SimpleNamespace(name=source.name, device=torch.device("cuda")), config, ranks)
+    self._device = source.device
+
+ProcessExecutor.__init__ = made
+with start() as llm:
+    told["forked"] = llm.engine.core.executor._ranks.forked
+    told["tokens"] = generate(llm)
+told["left"] = len(multiprocessing.active_children())
+"""
+    )
+    assert told == {"given": True, "forked": False, "tokens": PROMPT.new_tokens, "left": 0}
+    assert "HANDLED a fork of this process could not use its GPU" in done.stderr
+
+
 def test_a_gpu_that_was_used_keeps_ranks_from_being_forked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

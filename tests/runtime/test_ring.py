@@ -12,7 +12,7 @@ from golden_fixtures import GOLDEN, golden_prompts
 from spawned import echo
 
 from engine_core import LLM, EngineConfig, SamplingParams
-from engine_core.runtime import executor
+from engine_core.runtime import rank_processes
 from engine_core.runtime.ring import NOTICE_BYTES, MessageRing
 
 
@@ -73,7 +73,7 @@ def test_a_spawned_process_reads_the_same_memory() -> None:
 
 def test_what_has_no_room_goes_by_the_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Admissions do not fit, decode steps do; their order is kept."""
-    monkeypatch.setattr(executor, "MessageRing", lambda size: MessageRing(size, size=1100))
+    monkeypatch.setattr(rank_processes, "MessageRing", lambda size: MessageRing(size, size=1100))
     prompts = golden_prompts("llama-gqa")
     two = EngineConfig(skip_tokenizer_init=True, tensor_parallel_size=2, max_model_len=160)
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
