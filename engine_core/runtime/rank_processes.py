@@ -103,18 +103,19 @@ def spawn_ranks(model: str, config: EngineConfig) -> RankProcesses:
     context = multiprocessing.get_context("spawn")
     size = config.num_ranks
     ranks = RankProcesses(MessageRing(size))
-    for rank in range(size):
-        ours, theirs = context.Pipe()
-        process = context.Process(
-            target=_spawned_main,
-            args=(theirs, ranks.ring, model, config, ranks.seat(rank), _parent()),
-            name=_name(rank),
-            daemon=True,
-        )
-        process.start()
-        theirs.close()
-        ranks.connections.append(ours)
-        ranks.processes.append(process)
+    with _ended_on_failure(ranks):
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_spawned_main,
+                args=(theirs, ranks.ring, model, config, ranks.seat(rank), _parent()),
+                name=_name(rank),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            ranks.connections.append(ours)
+            ranks.processes.append(process)
     return ranks
 
 
@@ -140,7 +141,8 @@ def _why_not(config: EngineConfig) -> str | None:
     if torch.cuda.is_initialized() or _has_open("/dev/nvidia-uvm", "/dev/kfd"):
         return "this process has used a GPU"
     threads = torch.get_num_threads() // config.num_ranks
-    if threads > 1 and not own_process.is_claimed() and not _has_gpu():
+    on_cpu = config.device == "cpu" or not _has_gpu()
+    if threads > 1 and on_cpu and not own_process.is_claimed():
         # OpenMP reads when it is imported that idle threads leave their cores soon.
         return "each has several threads, and this process has imported torch for itself"
     return None
@@ -160,11 +162,32 @@ def _has_open(*names: str) -> bool:
 
 
 def _forked(model: str, config: EngineConfig) -> RankProcesses | None:
+    ranks = RankProcesses(MessageRing(config.num_ranks), forked=True)
+    with _ended_on_failure(ranks):
+        _fork_all(ranks, model, config)
+        if len(ranks.processes) == config.num_ranks and _all_say_yes(ranks.connections, _FORK_SECONDS):
+            return ranks
+    ranks.kill()
+    ranks.close()
+    return None
+
+
+@contextmanager
+def _ended_on_failure(ranks: RankProcesses) -> Iterator[None]:
+    """Leave no process behind if the ``with`` block fails, or is interrupted."""
+    try:
+        yield
+    except BaseException:
+        ranks.kill()
+        ranks.close()
+        raise
+
+
+def _fork_all(ranks: RankProcesses, model: str, config: EngineConfig) -> None:
+    """Fork them, up to one for which another thread turned out to be there."""
     context = multiprocessing.get_context("fork")
-    size = config.num_ranks
-    ranks = RankProcesses(MessageRing(size), forked=True)
     with _no_interrupt() as mask:
-        for rank in range(size):
+        for rank in range(config.num_ranks):
             ours, theirs = context.Pipe()
             # Not those of the process itself, by which its end is known.
             inherited = [int(file.name) for file in Path("/proc/self/fd").iterdir()]
@@ -185,11 +208,6 @@ def _forked(model: str, config: EngineConfig) -> RankProcesses | None:
             # OpenBLAS ends its idle threads for a fork. Others, such as OpenMP's, would be missed.
             if len(list(Path("/proc/self/task").iterdir())) > 1:
                 break
-    if len(ranks.processes) == size and _all_say_yes(ranks.connections, _FORK_SECONDS):
-        return ranks
-    ranks.kill()
-    ranks.close()
-    return None
 
 
 def _all_say_yes(connections: list[Connection], seconds: float) -> bool:

@@ -201,6 +201,32 @@ told["folders"] = [os.path.exists(ranks.folder.name) for ranks in begun]
     assert (told["begun"], told["left"], told["folders"]) == ([2, 2], 0, [False, False])
 
 
+@pytest.mark.parametrize("kind", ["Fork", "Spawn"])
+def test_a_process_that_cannot_be_started_ends_those_before(kind: str) -> None:
+    told, _ = run(
+        f"""
+from engine_core.runtime import rank_processes
+one = multiprocessing.context.{kind}Process
+begin, begun = one.start, []
+def start_one(self):
+    if begun:
+        raise OSError("no room for a process")
+    begin(self)
+    begun.append(self.pid)
+one.start = start_one
+if one is multiprocessing.context.SpawnProcess:
+    rank_processes._why_not = lambda config: "a test wants none"
+try:
+    start()
+except OSError as error:
+    told["error"], kept = str(error), error  # whose frames would keep connections open
+told["begun"] = len(begun)
+told["left"] = len(multiprocessing.active_children())
+"""
+    )
+    assert told == {"error": "no room for a process", "begun": 1, "left": 0}
+
+
 def test_forked_ranks_end_with_their_parent() -> None:
     part = """
 llm = start()
