@@ -175,10 +175,11 @@ class Resolver:
         with self._lock:
             coming = self._coming.get(host)
             if coming is None:
-                coming = self._coming[host] = Future()
-                # A daemon: no program waits for it at its end.
+                # A daemon: no program waits for it at its end. If there can be no thread, nobody is
+                # to wait for its answer.
                 name = "engine-core-media-host"
                 threading.Thread(target=self._ask, args=(host,), name=name, daemon=True).start()
+                coming = self._coming[host] = Future()
         return coming
 
     def _ask(self, host: str) -> None:

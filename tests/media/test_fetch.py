@@ -21,7 +21,7 @@ from serving import write_certificate
 
 from engine_core.errors import EngineDeadError, QueueFullError, RequestError
 from engine_core.media import fetch
-from engine_core.media.download import _is_public
+from engine_core.media.download import Resolver, _is_public
 from engine_core.media.fetch import MediaSources
 from engine_core.media.parts import MediaPart
 from engine_core.workers import Member
@@ -568,3 +568,17 @@ def test_connections_that_are_not_made_end_with_the_others(
         sources.close()
         with pytest.raises(RequestError, match="nobody waits for it"):
             waits.result(60)
+
+
+def test_a_host_that_no_thread_could_look_up_is_looked_up_the_next_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    resolver = Resolver()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError):
+            resolver.look_up("127.0.0.1")
+    assert resolver.look_up("127.0.0.1").result(30).addresses == ["127.0.0.1"]
