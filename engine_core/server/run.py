@@ -23,6 +23,7 @@ from engine_core.engine.shared_count import SharedCount
 from engine_core.engine.trace import FrontendTrace, check_trace_file, write_trace
 from engine_core.errors import ConfigError, EngineDeadError, ErrorCode, RequestError
 from engine_core.parsers import find_parser_names
+from engine_core.plugin_code import described
 from engine_core.registry import Registry, build_registry
 from engine_core.server.app import create_app
 from engine_core.server.connection import connection_class
@@ -307,7 +308,7 @@ async def serve(
         begin.set()
     engine: AsyncEngine | None = None
     scaling: asyncio.Task[None] | None = None
-    workers: asyncio.Future[None] | None = None
+    workers: asyncio.Task[None] | None = None
     try:
         engine = await _load(starting, settings, service, registry, stop)
         if engine is None:
@@ -317,9 +318,7 @@ async def serve(
         scaling = _follow_queue(engine, settings)
         begin.set()
         on_ready(engine)
-        # The vocabulary is read now, and not when the first guided request comes; but no other
-        # request is to wait for that.
-        workers = asyncio.ensure_future(asyncio.to_thread(engine.frontend.start_workers))
+        workers = asyncio.create_task(_start_workers(engine))
         dead = asyncio.ensure_future(engine.wait_dead())
         stopped = asyncio.ensure_future(stop.wait())
         ends: set[asyncio.Future[Any]] = {dead, stopped, serving, *filter(None, (scaling,))}
@@ -352,7 +351,22 @@ async def serve(
                 await keep_whole_trace(engine, frontends, settings.trace, settings.traced_seconds)
             await engine.close()
         if workers is not None:
-            await asyncio.gather(workers, return_exceptions=True)
+            await workers
+
+
+async def _start_workers(engine: AsyncEngine) -> None:
+    """Have vocabularies read now, and not when the first guided request comes.
+
+    No other request waits for that, nor ends if it fails.
+    """
+    try:
+        await asyncio.to_thread(engine.frontend.start_workers)
+    except Exception as error:
+        logger.warning(
+            "what tries grammars and processes pictures cannot be started, so that requests for "
+            "it will fail: %s",
+            described(error),
+        )
 
 
 async def keep_whole_trace(
