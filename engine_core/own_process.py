@@ -208,4 +208,5 @@ __all__ = [
     "poll_briefly",
     "return_freed_memory",
     "thaw",
+    "uncollected",
 ]
