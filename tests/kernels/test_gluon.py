@@ -24,7 +24,12 @@ from engine_core.kernels import GroupWeight, gpu
 from engine_core.kernels.activation import silu_and_mul
 from engine_core.kernels.launch import gluon
 from engine_core.kernels.launch.gluon import Family, Trial, runs_gluon, support
-from engine_core.kernels.linear.tiles import ProductTile, choose_codes_tile, choose_held_tile
+from engine_core.kernels.linear.tiles import (
+    ProductTile,
+    Tile,
+    choose_codes_tile,
+    choose_held_tile,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 7)
 HOPPER = gpu.GPU.of_capability((9, 0))
@@ -410,6 +415,24 @@ def test_linears_whose_weight_waits_are_tried_on_a_case_that_torch_solves(
     for part in right.parts:
         right.last = part
         assert not tried.trusts("linear", right, like, tile, ending), part
+
+
+@pytest.mark.parametrize("k", [1152, 1664])
+def test_a_weight_that_waits_is_tried_with_as_many_columns_as_it_has(
+    k: int, launch_device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not all of its steps may have room at once: then some take the place of others."""
+    tried, right = Tried("linear.held", tmp_path, monkeypatch), OfEndings("activated")
+    seen: list[int] = []
+
+    def noted(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+        seen.append(weight.shape[1])
+        return right(x, weight, *rest)
+
+    tile = Tile(64, 128, 1, "held", 4, 9, least_rows=8, most_rows=64)
+    like = torch.empty((5, k), dtype=torch.bfloat16, device=launch_device)
+    assert tried.trusts("linear", noted, like, tile, "activated")
+    assert seen == [k]
 
 
 @pytest.mark.gpu

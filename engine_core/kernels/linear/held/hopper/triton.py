@@ -216,14 +216,14 @@ def is_trusted(like: Tensor, tile: Tile, ending: str) -> bool:
     ``ending`` is what follows the products: "activated", "gated", "added" or "stored".
     """
     block_m = _block_m(tile, like.numel() // like.shape[-1])
-    kind = (like.dtype, tile, block_m, ending)
+    kind = (like.dtype, tile, block_m, like.shape[-1], ending)
     return _FAMILY.allows(like.device, kind, lambda: _trial(like, tile, block_m, ending))
 
 
 def _trial(like: Tensor, tile: Tile, block_m: int, ending: str) -> Trial:
-    """A block of rows, three of which are not there."""
+    """A block of rows, three of which are not there, of as many columns as ``like`` has."""
     draw = torch.Generator(like.device).manual_seed(0)
-    rows, n, k = block_m - 3, 512, HELD_COLUMNS * tile.num_stages * tile.splits
+    rows, n, k = block_m - 3, 512, like.shape[-1]
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw, device=like.device).to(like.dtype)
