@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import re
 import warnings
 from io import BytesIO
 from typing import Any
@@ -21,7 +22,9 @@ MAX_SIDE = 65_535
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 # A decoder goes over all of a JPEG for each of its scans, which may have some bytes.
 _MOST_SCANS = 128
-_SCAN = b"\xff\xda"
+# A marker that has a length, or ends the picture. In what is compressed it begins the next part.
+_MARKER = re.compile(rb"\xff+([\x02-\xcf\xd9-\xfe])")
+_END, _SCAN = 0xD9, 0xDA
 _SCHEME = "data:"
 # What a browser overlooks in the base64 of a data URL.
 _BREAKS = dict.fromkeys(map(ord, "\t\n\f\r "))
@@ -65,10 +68,9 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]
             raise RequestError(
                 f"the picture has {width} x {height} pixels, and a side may have {MAX_SIDE} at most"
             )
-        # Elsewhere these two bytes stand only in previews.
-        if image.format in ("JPEG", "MPO") and (scans := data.count(_SCAN)) > _MOST_SCANS:
+        if image.format in ("JPEG", "MPO") and _has_many_scans(data):
             raise RequestError(
-                f"the picture has {scans} scans, and {_MOST_SCANS} are taken at most; save it "
+                f"the picture has too many scans, and {_MOST_SCANS} are taken at most; save it "
                 "as a JPEG that is not progressive"
             )
         # Beside a photograph a camera's file may have a preview, or what another lens saw.
@@ -81,6 +83,21 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]
         raise
     except Exception as error:  # decoders raise all kinds of errors on damaged data
         raise RequestError(f"the picture is damaged: {type(error).__name__}: {error}") from None
+
+
+def _has_many_scans(data: bytes) -> bool:
+    """Whether the first picture of a JPEG's file has more scans than are taken.
+
+    Previews within it, and a video behind it as telephones have, have these two bytes too.
+    """
+    at, scans = 2, 0
+    while scans <= _MOST_SCANS and (found := _MARKER.search(data, at)) is not None:
+        marker, at = found[1][0], found.end()
+        if marker == _END:
+            return False
+        scans += marker == _SCAN
+        at += max(2, int.from_bytes(data[at : at + 2], "big"))
+    return scans > _MOST_SCANS
 
 
 def _opaque(image: Any) -> Any:

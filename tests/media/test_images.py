@@ -172,3 +172,13 @@ def test_a_picture_of_many_scans_is_refused() -> None:
     scan = content[last:-2]
     with pytest.raises(RequestError, match="scans, and 128 are taken at most"):
         decode_image(content[:-2] + scan * 500 + content[-2:])
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+def test_what_lies_beside_a_picture_is_none_of_its_scans(progressive: bool) -> None:
+    """As a preview in it, or a telephone's video behind it."""
+    image = Image.fromarray(PIXELS)
+    content = encoded(image, "JPEG", progressive=progressive, comment=b"\xff\xda\xff\xd9" * 500)
+    assert content.count(b"\xff\xda") > 500
+    expected = decode_image(encoded(image, "JPEG", progressive=progressive))
+    assert (decode_image(content + b"\xff\xda" * 500) == expected).all()
