@@ -1,7 +1,7 @@
 """Time starts of an engine on a GPU, and say where its kernels came from.
 
     python benchmarks/start.py [llama3_8b] [--processes N] [--cache DIR] [--warm-up] [--requests S]
-        [--ranks N] [--spawn]
+        [--ranks N] [--spawn] [--device cpu] [--map FILE]
 
 Starts one engine with random weights and kernels kept in DIR (a new folder if not given), and
 generates one token of a prompt of 64. ``--warm-up`` then captures all steps that are expected.
@@ -10,7 +10,7 @@ request every quarter of a second for S seconds: prompts of 8, 200 and 1500 toke
 once, greedy and drawn, of which it says the longest time to a first token.
 
 ``--ranks`` shares the model out, and ``--spawn`` has the ranks be new processes where they would be
-forks of this one.
+forks of this one. ``--map`` is a module map, which every rank runs.
 
 A kernel is "loaded" if it was in the cache when it was first launched, else "compiled" there.
 """
