@@ -165,7 +165,9 @@ def _forked(model: str, config: EngineConfig) -> RankProcesses | None:
     ranks = RankProcesses(MessageRing(config.num_ranks), forked=True)
     with _ended_on_failure(ranks):
         _fork_all(ranks, model, config)
-        if len(ranks.processes) == config.num_ranks and _all_say_yes(ranks.connections, _FORK_SECONDS):
+        if len(ranks.processes) == config.num_ranks and _all_say_yes(
+            ranks.connections, _FORK_SECONDS
+        ):
             return ranks
     ranks.kill()
     ranks.close()
