@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_core.errors import RequestError
+from engine_core.media.headers import HEAD, header_size
 
 # A picture of 50 million pixels has 150 MB as RGB; decoders take a few times that.
 MAX_PIXELS = 50_000_000
@@ -67,6 +68,13 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> NDArray[np.uint8]
         if max(width, height) > MAX_SIDE:
             raise RequestError(
                 f"the picture has {width} x {height} pixels, and a side may have {MAX_SIDE} at most"
+            )
+        # Its turn was given to it by its first size; Pillow takes the last.
+        stated = header_size(data[:HEAD])
+        if stated is not None and stated != (height, width):
+            raise RequestError(
+                f"the picture has two sizes: it begins as one of {stated[1]} x {stated[0]} pixels, "
+                f"and goes on as one of {width} x {height}; save it again"
             )
         if image.format in ("JPEG", "MPO") and _has_many_scans(data):
             raise RequestError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import random
+import struct
+import zlib
 from io import BytesIO
 from typing import Any
 
@@ -11,7 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from engine_core.media.images import MAX_PIXELS
+from engine_core.errors import RequestError
+from engine_core.media.images import MAX_PIXELS, decode_image
 from engine_core.media.parts import MediaPart
 from engine_core.media.sizes import cost_of, picture_size
 
@@ -57,6 +60,46 @@ def test_a_gif_that_is_larger_than_its_screen() -> None:
     content[6:10] = b"\1\0\1\0"
     width, height = Image.open(BytesIO(content)).size
     assert picture_size(part(bytes(content))) == (height, width) == (200, 300)
+
+
+def encoded(form: str) -> bytes:
+    out = BytesIO()
+    Image.new("L", (300, 200)).save(out, form)
+    return out.getvalue()
+
+
+def chunk(name: bytes, content: bytes) -> bytes:
+    """A chunk of a PNG."""
+    checksum = zlib.crc32(name + content)
+    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", checksum)
+
+
+def test_a_size_that_is_not_where_it_belongs_is_not_guessed() -> None:
+    """Pillow finds it. What stands in its place is no size, be it larger or smaller."""
+    png, jpeg, gif = map(encoded, ("PNG", "JPEG", "GIF"))
+    screen = gif[:6] + b"\1\0\1\0" + gif[10:]
+    picture = 13 + 3 * (2 << (gif[10] & 7))
+    frame = b"\xff\xc0\x00\x0b\x08\x00\x02\x00\x02\x01\x01\x11\x00"  # of 2 x 2 pixels
+    hidden = b"\xff\xe5" + struct.pack(">H", 2 + len(frame)) + frame
+    for moved in (
+        png[:8] + chunk(b"tEXt", struct.pack(">II", 1, 1)) + png[8:],
+        png[:8] + chunk(b"tEXt", struct.pack(">II", 40_000, 40_000)) + png[8:],
+        jpeg[:2] + b"\xff\x00\x00\x06" + hidden + jpeg[2:],
+        screen[:picture] + b"\0" + screen[picture:],
+    ):
+        assert decode_image(moved).shape == (200, 300, 3)
+        assert picture_size(part(moved)) is None
+        assert cost_of(part(moved)) == MAX_PIXELS
+
+
+@pytest.mark.parametrize("side", [1, 3000])
+def test_a_picture_of_two_sizes_is_refused(side: int) -> None:
+    png = encoded("PNG")
+    first = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0))
+    two = png[:8] + first + png[8:]
+    assert Image.open(BytesIO(two)).size == (300, 200)
+    with pytest.raises(RequestError, match=f"begins as one of {side} x {side} pixels.* 300 x 200"):
+        decode_image(two)
 
 
 def test_what_says_nothing_costs_the_most() -> None:
