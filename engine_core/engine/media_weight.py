@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from engine_core.engine.prompt_inputs import process_prompt
 from engine_core.errors import EngineError
 from engine_core.inputs import MediaItem, MediaProcessor
-from engine_core.media.images import MAX_PIXELS
+from engine_core.media.images import MAX_PIXELS, MAX_SIDE
 from engine_core.media.parts import MediaPart
 from engine_core.media.sizes import LARGE, cost_of, picture_size
 
@@ -99,6 +99,8 @@ def _outline(processor: Any, part: MediaPart, options: Mapping[str, Any]) -> Med
     say = getattr(processor, "picture_outline", None)
     if say is None or part.kind != "image" or (size := picture_size(part)) is None:
         return None
+    if size[0] * size[1] > MAX_PIXELS or max(size) > MAX_SIDE:
+        return None  # no picture that is taken: its decoder says so, and not that it is long
     try:
         outlines = [say(*each, options) for each in {size, size[::-1]}]
     except Exception:  # as above

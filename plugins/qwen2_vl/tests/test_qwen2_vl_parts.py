@@ -75,7 +75,7 @@ def test_one_picture_in_every_form(llm: LLM, folder: Path) -> None:
     ]
     outputs = llm.chat([[{"role": "user", "content": parts}] for parts in chats], PARAMS)
     assert [output.outputs[0].token_ids for output in outputs] == [expected] * len(chats)
-    assert llm.engine.frontend.media._sources._held == 0
+    assert not llm.engine.frontend.media._sources._held
     # And another one is another one.
     assert tokens(llm, {**prompts[0], "multi_modal_data": {"image": 255 - PIXELS}}) != expected
 
