@@ -575,8 +575,9 @@ def test_nothing_is_left_after_aborts_and_the_death_of_the_engine() -> None:
                 assert output.outputs[0].error is None
                 assert len(shared_files()) == (not output.finished)
             eventually(lambda: shared_in(engine.pid), 0)
-            # Cancelled while it is processed.
+            # Cancelled while it is processed, which makes few tokens of it.
             huge = shown(data_url(np.zeros((3000, 3000, 3), np.uint8)))
+            huge["mm_processor_kwargs"] = {"max_pixels": 10_000}
             task = asyncio.create_task(engine.add_request(huge, long))
             await asyncio.sleep(0.05)
             task.cancel()
