@@ -33,7 +33,7 @@ from engine_core.runtime.executor import Executor, ProcessExecutor, build_execut
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.memory import CachePlan, check_memory, plan_cache
 from engine_core.runtime.phases import Phases
-from engine_core.runtime.rank_processes import RankProcesses, fork_ranks
+from engine_core.runtime.rank_processes import RankProcesses, ended_on_failure, fork_ranks
 from engine_core.runtime.source import ModelSource, open_model
 from engine_core.runtime.swap import count_swap_blocks
 from engine_core.runtime.worker import WorkerReport
@@ -70,23 +70,8 @@ class Opened:
     @contextmanager
     def on_failure_ended(self) -> Iterator[None]:
         """End the ranks if the ``with`` block, in which it is to be loaded, fails."""
-        with _on_failure_ended(self.ranks):
+        with ended_on_failure(self.ranks):
             yield
-
-
-@contextmanager
-def _on_failure_ended(ranks: RankProcesses | None) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        _end(ranks)
-        raise
-
-
-def _end(ranks: RankProcesses | None) -> None:
-    if ranks is not None:
-        ranks.kill()
-        ranks.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +119,7 @@ def open_engine(model: str, config: EngineConfig, *, fork: bool = False) -> Open
     if fork and config.num_ranks > 1 and config.distributed_executor != "ray":
         with phases.timed("fork"):
             ranks = fork_ranks(model, config)
-    with _on_failure_ended(ranks):
+    with ended_on_failure(ranks):
         return _open(model, config, registry, phases, ranks)
 
 
@@ -221,8 +206,8 @@ def load(
     if guides and grammars is not None and config.num_ranks == 1:
         grammars = _Begun(grammars)
     executor = build_executor(source, config, compiles, opened.ranks)
-    if not isinstance(executor, ProcessExecutor):
-        _end(opened.ranks)
+    if opened.ranks is not None and not isinstance(executor, ProcessExecutor):
+        opened.ranks.end()
     try:
         report = executor.load()
         phases.update(report.phases)

@@ -185,8 +185,7 @@ class ProcessExecutor(RanksExecutor):
                 "a fork of this process could not use its GPU, so ranks are started as new "
                 "processes, which takes some seconds longer"
             )
-            ranks.kill()
-            ranks.close()
+            ranks.end()
             ranks = None
         self._ranks = ranks or spawn_ranks(source.name, config)
         self._processes = self._ranks.processes

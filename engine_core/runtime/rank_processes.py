@@ -72,6 +72,11 @@ class RankProcesses:
         for process in self.processes:
             process.kill()
 
+    def end(self) -> None:
+        """Kill them all, and leave nothing of them."""
+        self.kill()
+        self.close()
+
     def close(self, seconds: float = _STOP_SECONDS) -> None:
         """Hang up, and kill those that have not ended within so many seconds each."""
         for connection in self.connections:
@@ -103,7 +108,7 @@ def spawn_ranks(model: str, config: EngineConfig) -> RankProcesses:
     context = multiprocessing.get_context("spawn")
     size = config.num_ranks
     ranks = RankProcesses(MessageRing(size))
-    with _ended_on_failure(ranks):
+    with ended_on_failure(ranks):
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -163,25 +168,24 @@ def _has_open(*names: str) -> bool:
 
 def _forked(model: str, config: EngineConfig) -> RankProcesses | None:
     ranks = RankProcesses(MessageRing(config.num_ranks), forked=True)
-    with _ended_on_failure(ranks):
+    with ended_on_failure(ranks):
         _fork_all(ranks, model, config)
         if len(ranks.processes) == config.num_ranks and _all_say_yes(
             ranks.connections, _FORK_SECONDS
         ):
             return ranks
-    ranks.kill()
-    ranks.close()
+    ranks.end()
     return None
 
 
 @contextmanager
-def _ended_on_failure(ranks: RankProcesses) -> Iterator[None]:
-    """Leave no process behind if the ``with`` block fails, or is interrupted."""
+def ended_on_failure(ranks: RankProcesses | None) -> Iterator[None]:
+    """Leave none of these processes behind if the ``with`` block fails, or is interrupted."""
     try:
         yield
     except BaseException:
-        ranks.kill()
-        ranks.close()
+        if ranks is not None:
+            ranks.end()
         raise
 
 
