@@ -80,8 +80,9 @@ FAST := $(addprefix tests/,cache configs nn parsers registry runtime scheduler t
 fast: $(VENV)/.test models
 	$(PYTEST) -m 'not slow' $(FAST) $(ARGS)
 
+# What waits for ever fails, and shows where it waits: it would take the others' results with it.
 unit: $(VENV)/.test models browser ## Run the tests; ARGS goes to pytest.
-	$(PYTEST) --durations 15 --durations-min 5 $(ARGS)
+	$(PYTEST) --timeout 300 --durations 15 --durations-min 5 $(ARGS)
 
 # The first two run side by side: on two cores all of it takes about a quarter of an hour.
 soak: $(VENV)/.test ## Ten minutes of random load on an engine and a server, then every random example and damaged file.
@@ -90,6 +91,7 @@ soak: $(VENV)/.test ## Ten minutes of random load on an engine and a server, the
 	ENGINE_CORE_SOAK_SECONDS=300 $(BIN)/pytest -s tests/soak/test_engine_soak.py; wait $$server
 	OMP_NUM_THREADS=1 ENGINE_CORE_TEST_SCHEMA_EXAMPLES=2000 $(BIN)/pytest tests/server/test_schema.py
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/fallback_table.py
+	ENGINE_CORE_TEST_FULL=1 $(PYTEST) -m long
 	ENGINE_CORE_TEST_FULL=1 $(PYTEST) -m hypothesis
 	ENGINE_CORE_TEST_FULL=1 $(PYTEST) -m 'not hypothesis' tests/kernels
 	ENGINE_CORE_TEST_FULL=1 $(PYTEST) tests/fuzz tests/cli/test_new_plugin.py
@@ -132,11 +134,14 @@ $(VENV)/.runtime: $(VENV)/.created $(PROJECTS) tests/constraints.txt
 	@$(COMPILE)
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.runtime $(EXAMPLES:%=%/pyproject.toml)
+# All at once, and without a new environment for the build of each of our packages.
+$(VENV)/.test: $(VENV)/.created $(PROJECTS) $(EXAMPLES:%=%/pyproject.toml) tests/constraints.txt
+	@echo "installing torch, engine-core, its plugins and what tests need into $(VENV); this takes two minutes"
+	$(BIN)/pip install --quiet --no-compile $(CONSTRAINTS) $(TORCH) setuptools
 	triton=$$($(BIN)/python -c 'from importlib.util import find_spec; print("" if find_spec("triton") else "$(TRITON)")'); \
-	$(BIN)/pip install --quiet --no-compile $(CONSTRAINTS) $(TORCH) $$triton -e '.[test]' $(BESIDE:%=-e %) $(EXAMPLES:%=-e %)
+	$(BIN)/pip install --quiet --no-compile --no-build-isolation $(CONSTRAINTS) $(TORCH) $$triton -e '.[test]' $(BESIDE:%=-e %) $(EXAMPLES:%=-e %)
 	@$(COMPILE)
-	@touch $@
+	@touch $(VENV)/.runtime $@
 
 $(SMOLLM2): | $(VENV)/.created
 	@$(BIN)/python scripts/fetch_models.py --cache $(CACHE) smollm2

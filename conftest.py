@@ -1,6 +1,7 @@
 """Settings that every test folder shares.
 
-Tests marked ``gpu`` are not collected on a machine without one; the head of the report says so.
+Tests marked ``gpu`` are not collected on a machine without one, and those marked ``long`` only if
+ENGINE_CORE_TEST_FULL is set, as in ``make soak``; the head of the report says so.
 There Triton is to interpret its kernels, and it decides at its import, which any test may cause.
 """
 
@@ -40,6 +41,7 @@ with suppress(ImportError):  # a machine with a GPU may run its tests without hy
 
 
 _LEFT_OUT = pytest.StashKey[set[str]]()
+_LONG = pytest.StashKey[set[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     A shell without job control has what it starts in the background ignore them, and its children.
     """
-    config.stash[_LEFT_OUT] = set()
+    config.stash[_LEFT_OUT], config.stash[_LONG] = set(), set()
     # The engine's own process, and each rank's.
     forkserver.spawn_from_here()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -78,7 +80,7 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the single cases that need a CUDA GPU if there is none.
+    """Leave out the single cases that need a CUDA GPU if there is none, and those of ``make soak``.
 
     Processes that share the tests begin with the slow ones: the others would wait for a last one.
 
@@ -92,6 +94,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.flaky(reruns=1))
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    if "ENGINE_CORE_TEST_FULL" not in os.environ:
+        long = [item for item in items if item.get_closest_marker("long")]
+        config.stash[_LONG].update(item.nodeid for item in long)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not _has_gpu():
         config.stash[_LEFT_OUT].update(item.nodeid for item in gpu)
@@ -100,8 +106,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
     """Say how many tests were left out."""
-    left_out = len(config.stash[_LEFT_OUT])
-    return f"left out: {left_out} tests that need a CUDA GPU" if left_out else None
+    left_out = {
+        "tests that need a CUDA GPU": len(config.stash[_LEFT_OUT]),
+        "long ones, which make soak runs": len(config.stash[_LONG]),
+    }
+    told = ", ".join(f"{number} {what}" for what, number in left_out.items() if number)
+    return f"left out: {told}" if told else None
 
 
 _HAS_DEVICES = Path("/dev/nvidiactl").exists()
