@@ -172,16 +172,21 @@ class MediaSources:
         held, own = self._held.total(), self._held[group_of(client)]
         if held > _MAX_HELD or own > _MAX_OF_CLIENT:
             return [], self._full()
-        for task in tasks:
-            self._turns.add(client, task, lane=_host_of(task.part.value))
+        self._wait(tasks)
         shed: list[_Task] = []
         while len(self._turns) + self._turns.num_running > _QUEUED:
             if (other := self._turns.shed(client)) is None:
                 for task in tasks:
                     self._turns.discard(client, task)
-                return shed, self._full()
+                # Nobody loses a place for a prompt that has none. Of each the newest went first.
+                self._wait(reversed(shed))
+                return [], self._full()
             shed.append(other)
         return shed, None
+
+    def _wait(self, tasks: Iterable[_Task]) -> None:
+        for task in tasks:
+            self._turns.add(task.client, task, lane=_host_of(task.part.value))
 
     def _full(self) -> QueueFullError:
         reading = len(self._turns) + self._turns.num_running

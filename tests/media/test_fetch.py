@@ -482,7 +482,9 @@ def test_the_slow_addresses_of_one_hold_up_no_other(
     waits = sources.begin(urls("fine"), Member("one", "another"))
     assert not waits.done()
     with pytest.raises(QueueFullError):
-        sources.begin(urls(*["fine"] * 300), "two")
+        sources.begin(urls(*["fine"] * 200), "two")
+    # Nobody gave up a place for a prompt that found none.
+    assert [each for each in [*begun, waits] if each.done()] == [refused]
     for each in begun:
         each.cancel()
     assert waits.result(60)[0].value == CONTENT
