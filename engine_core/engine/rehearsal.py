@@ -181,9 +181,15 @@ def _import_kernels() -> None:
     It takes a second of processors, in which the engine finds out what the task is. Reading and
     hashing Triton leaves the interpreter to the imports. There is one thread again in the end.
     """
-    reading = Thread(target=triton_key)
+
+    def read() -> None:
+        with suppress(Exception):
+            triton_key()
+
+    # What cannot be read or imported is asked for again where it is needed, which says why.
+    reading = Thread(target=read)
     reading.start()
-    with suppress(Exception):  # else it is imported where it is launched, which says what is wrong
+    with suppress(Exception):
         for name in _USUAL:
             import_module(f"engine_core.kernels.{name}.triton")
     reading.join()
