@@ -49,30 +49,28 @@ def module_map():
 
 @dataclass(frozen=True)
 class Installed:
-    """An environment in which pip has installed the plugin beside those of this repository."""
+    """An environment in which pip has installed plugins beside those of this repository."""
 
-    target: Path
+    targets: tuple[Path, ...]
 
     def run(
         self, *arguments: str | Path, start: Callable[..., Any] = forkserver.run, **options: Any
     ) -> subprocess.CompletedProcess[str]:
         """In a process of its own if ``start`` is subprocess.run."""
-        paths = os.pathsep.join((str(self.target), str(ROOT)))
+        paths = os.pathsep.join(map(str, (*self.targets, ROOT)))
         return start(
             [sys.executable, *map(str, arguments)],
             env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "COLUMNS": "400"},
             capture_output=True,
             text=True,
             check=False,
-            cwd=self.target,
+            cwd=self.targets[0],
             **options,
         )
 
     def cli(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        return self.run("-m", "engine_core.cli", *arguments)
-
-    def plugins(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        given = ("-m", "engine_core.cli", "plugins", *arguments)
+        """A command that may ask the fallback which architectures transformers has."""
+        given = ("-m", "engine_core.cli", *arguments)
         return self.run(*given, preloaded=forkserver.TRANSFORMERS)
 
     def generate(self, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -108,9 +106,20 @@ def install(sound: Path, tmp_path: Path) -> Install:
     def make(plugin: str) -> Installed:
         target = Path(shutil.copytree(sound, tmp_path / "target"))
         (target / "engine_core_thistle" / "plugin.py").write_text(plugin)
-        return Installed(target)
+        return Installed((target,))
 
     return make
+
+
+def copy_as(name: str, plugin: str, sound: Path, target: Path) -> Path:
+    """Lay what pip installed into ``target`` under another name, with another plugin."""
+    shutil.copytree(sound, target)
+    for path in sorted(target.rglob("*"), reverse=True):
+        if path.is_file():
+            path.write_text(path.read_text().replace("thistle", name))
+        path.rename(path.with_name(path.name.replace("thistle", name)))
+    (target / f"engine_core_{name}" / "plugin.py").write_text(plugin)
+    return target
 
 
 def checkpoint_of(architecture: str, folder: Path) -> Path:
@@ -122,71 +131,10 @@ def checkpoint_of(architecture: str, folder: Path) -> Path:
     return folder
 
 
-def check_reported(installed: Installed, message: str, folder: Path) -> None:
-    """The fault is in the list, in what is said when its model is asked for, and nowhere else."""
-    listed = installed.plugins("--json")
-    assert listed.returncode == 1, listed.stderr
-    reports = {report["name"]: report for report in json.loads(listed.stdout)}
-    assert message in reports["thistle"]["error"]
-    assert "'thistle'" in reports["thistle"]["error"]
-    assert reports["thistle"]["distribution"] == "engine-core-thistle"
-    assert reports["thistle"]["version"] == "0.3.1"
-    assert [name for name, report in reports.items() if report["error"]] == ["thistle"]
-
-    model = checkpoint_of("ThistleForCausalLM", folder)
-    checked = installed.cli("check-model", model, "--skip-tokenizer-init")
-    assert checked.returncode == 1
-    assert f"thistle: {reports['thistle']['error']}" in checked.stdout + checked.stderr
-
-    refused = installed.generate(model)
-    assert refused.returncode == 1
-    assert "no installed plugin knows the architecture 'ThistleForCausalLM'" in refused.stderr
-    assert f"Plugins that could not be used: thistle: {reports['thistle']['error']}" in (
-        refused.stderr
-    )
-    assert "Traceback" not in refused.stderr
-
-    strict = installed.plugins("--plugin-errors", "strict")
-    assert strict.returncode == 1
-    assert message in strict.stderr
-    check_llama_serves(installed)
-
-
 def check_llama_serves(installed: Installed) -> None:
     served = installed.generate(GOLDEN)
     assert served.returncode == 0, served.stderr
     assert len(served.stdout.split()) == 4
-
-
-def test_a_syntax_error_is_named_with_its_line(install: Install, tmp_path: Path) -> None:
-    installed = install(SOUND + "\ndef broken(:\n")
-    check_reported(
-        installed, "SyntaxError: invalid syntax (plugin.py, line 11)", tmp_path / "model"
-    )
-
-
-def test_a_missing_dependency_is_named(install: Install, tmp_path: Path) -> None:
-    installed = install("import thistledown\n" + SOUND)
-    message = "ModuleNotFoundError: No module named 'thistledown'"
-    check_reported(installed, message, tmp_path / "model")
-
-
-def test_a_wrong_hook_name_is_named_with_the_right_ones(install: Install, tmp_path: Path) -> None:
-    installed = install(SOUND.replace("def module_map", "def modulemap"))
-    message = "implements unknown hook modulemap; the hooks are module_map, config_builders"
-    check_reported(installed, message, tmp_path / "model")
-
-
-def test_a_foreign_api_is_named_with_this_one(install: Install, tmp_path: Path) -> None:
-    installed = install(SOUND.replace('"0.1"', '"0.7"'))
-    message = "asks for plugin API 0.7, this core offers 0.3 and the minor versions before it"
-    check_reported(installed, message, tmp_path / "model")
-
-
-def test_an_exit_at_import_ends_nothing(install: Install, tmp_path: Path) -> None:
-    installed = install("raise SystemExit(3)\n" + SOUND)
-    message = "engine_core_thistle.plugin cannot be imported: SystemExit: 3"
-    check_reported(installed, message, tmp_path / "model")
 
 
 FAILING = """
@@ -208,21 +156,104 @@ def HOOK():
 """
 
 
-def test_a_builder_whose_condition_fails_is_named(install: Install, tmp_path: Path) -> None:
-    installed = install(SOUND + FAILING.replace("HOOK", "config_builders"))
-    message = "Thistle.condition() failed: ZeroDivisionError"
-    check_reported(installed, message, tmp_path / "model")
+@dataclass(frozen=True)
+class Fault:
+    plugin: str
+    message: str
+
+
+FAULTS = {
+    "thistle": Fault(  # a syntax error is named with its line
+        SOUND + "\ndef broken(:\n", "SyntaxError: invalid syntax (plugin.py, line 11)"
+    ),
+    "down": Fault(  # a dependency is missing
+        "import thistledown\n" + SOUND, "ModuleNotFoundError: No module named 'thistledown'"
+    ),
+    "hook": Fault(
+        SOUND.replace("def module_map", "def modulemap"),
+        "implements unknown hook modulemap; the hooks are module_map, config_builders",
+    ),
+    "foreign": Fault(
+        SOUND.replace('"0.1"', '"0.7"'),
+        "asks for plugin API 0.7, this core offers 0.3 and the minor versions before it",
+    ),
+    "exit": Fault(
+        "raise SystemExit(3)\n" + SOUND,
+        "engine_core_exit.plugin cannot be imported: SystemExit: 3",
+    ),
+    "condition": Fault(
+        (SOUND + FAILING.replace("HOOK", "config_builders")).replace("Thistle", "Condition"),
+        "Condition.condition() failed: ZeroDivisionError",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Faulty:
+    """All plugins of FAULTS in one environment, and what the commands say there."""
+
+    installed: Installed
+    listed: subprocess.CompletedProcess[str]
+    checked: subprocess.CompletedProcess[str]
+    refused: subprocess.CompletedProcess[str]
+
+    @property
+    def reports(self) -> dict[str, Any]:
+        return {report["name"]: report for report in json.loads(self.listed.stdout)}
+
+
+@pytest.fixture(scope="module")
+def faulty(sound: Path, tmp_path_factory: pytest.TempPathFactory) -> Faulty:
+    folder = tmp_path_factory.mktemp("faulty")
+    targets = (copy_as(name, FAULTS[name].plugin, sound, folder / name) for name in FAULTS)
+    installed = Installed(tuple(targets))
+    model = checkpoint_of("ThistleForCausalLM", folder / "model")
+    return Faulty(
+        installed,
+        installed.cli("plugins", "--json"),
+        installed.cli("check-model", model, "--skip-tokenizer-init"),
+        installed.generate(model),
+    )
+
+
+@pytest.mark.parametrize(("name", "fault"), FAULTS.items(), ids=FAULTS.keys())
+def test_a_fault_is_named(faulty: Faulty, name: str, fault: Fault) -> None:
+    """It is in the list, and in what is said when a model is asked for that it may have."""
+    report = faulty.reports[name]
+    assert fault.message in report["error"]
+    assert f"'{name}'" in report["error"]
+    assert report["distribution"] == f"engine-core-{name}"
+    assert report["version"] == "0.3.1"
+    assert f"{name}: {report['error']}" in faulty.checked.stdout + faulty.checked.stderr
+    assert f"{name}: {report['error']}" in faulty.refused.stderr
+
+    alone = Installed((faulty.installed.targets[list(FAULTS).index(name)],))
+    strict = alone.cli("plugins", "--plugin-errors", "strict")
+    assert strict.returncode == 1
+    assert fault.message in strict.stderr
+
+
+def test_faults_are_nowhere_else(faulty: Faulty) -> None:
+    assert faulty.listed.returncode == 1, faulty.listed.stderr
+    assert [name for name, report in faulty.reports.items() if report["error"]] == sorted(FAULTS)
+    assert faulty.checked.returncode == 1
+    assert faulty.refused.returncode == 1
+    unknown = "no installed plugin knows the architecture 'ThistleForCausalLM'"
+    assert unknown in faulty.refused.stderr
+    assert "Plugins that could not be used: " in faulty.refused.stderr
+    assert "Traceback" not in faulty.refused.stderr
+    check_llama_serves(faulty.installed)
 
 
 def test_a_processor_whose_condition_fails_stops_its_own_models_only(
     install: Install, tmp_path: Path
 ) -> None:
     installed = install(SOUND + FAILING.replace("HOOK", "input_processors"))
-    (installed.target / "engine_core_thistle" / "model.py").write_text(
+    (installed.targets[0] / "engine_core_thistle" / "model.py").write_text(
         "from engine_core_llama.model import LlamaForCausalLM as ThistleForCausalLM"
     )
     message = "plugin 'thistle': Thistle.condition() failed: ZeroDivisionError"
-    listed = json.loads(installed.plugins("--json").stdout)
+    listed = json.loads(installed.cli("plugins", "--json").stdout)
     assert [report["name"] for report in listed if report["error"]] == ["thistle"]
     checked = installed.cli("check-model", GOLDEN, "--skip-tokenizer-init")
     assert checked.returncode == 0, checked.stderr
@@ -262,7 +293,7 @@ def test_a_stolen_architecture_names_both_and_a_file_decides(
     """Only who asks for the architecture that two claim is refused."""
     stolen = SOUND.replace('"ThistleForCausalLM":', '"LlamaForCausalLM":')
     installed = install(stolen)
-    listed = installed.plugins("--json")
+    listed = installed.cli("plugins", "--json")
     claims = [
         report["name"]
         for report in json.loads(listed.stdout)
@@ -302,7 +333,7 @@ def test_discovery_of_all_plugins_brings_no_torch(
     record_testsuite_property: Callable[[str, object], None], tmp_path: Path
 ) -> None:
     """How long it takes is written into the report; the claim is under 100 ms."""
-    done = Installed(tmp_path).run("-c", DISCOVERY, start=subprocess.run)
+    done = Installed((tmp_path,)).run("-c", DISCOVERY, start=subprocess.run)
     assert done.returncode == 0, done.stderr
     milliseconds, plugins, *heavy = done.stdout.split()
     record_testsuite_property("discovery_milliseconds", float(milliseconds))
