@@ -137,7 +137,9 @@ def test_dummy_weights_need_only_a_config(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_shared_workloads() -> None:
-    longer = ("--hf-overrides", '{"max_position_embeddings": 4200}')
+    # One layer: the counts are of tokens and steps.
+    overrides = {"max_position_embeddings": 4200, "num_hidden_layers": 1}
+    longer = ("--hf-overrides", json.dumps(overrides), "--load-format", "dummy")
     arguments = ("--workload", "shared", "--batch-size", "1", "--num-requests", "0")
     report = _report(*arguments, *longer)
     assert report["measurements"] == []

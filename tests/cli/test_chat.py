@@ -26,6 +26,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "dumb"}
 # In bfloat16 the first token of the answer is a tie, and an answer in French is as near.
 PRECISE = ["--temperature", "0", "--dtype", "float32", "--quantization", "unpacked"]
 GREEDY = [*PRECISE, "--max-tokens", "24", "--max-model-len", "1024"]
+TINY = ["--temperature", "0", "--kv-cache-memory", "64MiB"]
 FRANCE = "What is the capital of France?"
 
 
@@ -46,9 +47,38 @@ def _chat(
     return done.stdout.splitlines(), done.stderr
 
 
-def test_a_conversation_goes_on_until_it_is_reset(smollm2_gguf: Path) -> None:
-    answers, said = _chat(smollm2_gguf, FRANCE, "And of Italy?", "/reset", FRANCE)
-    france, italy, again = answers
+@pytest.fixture(scope="module")
+def session(smollm2_gguf: Path) -> tuple[list[str], str]:
+    """One person's talk with a real model, whose start takes longer than its answers."""
+    return _chat(
+        smollm2_gguf,
+        FRANCE,
+        "And of Italy?",
+        "/reset",
+        FRANCE,
+        "/reset",
+        "/settings bad_words Paris 'a phrase'",
+        FRANCE,
+        "/settings",
+        "/settings bad-words=none",
+        "/settings stop = capital",
+        '/settings logit_bias {"5": 1.5}',
+        "/settings logit_bias none",
+        "/reset",
+        FRANCE,
+        "/settings stop none",
+        "/help",
+        "",
+        "/reset",
+        "//etc",
+        "/exit",
+        FRANCE,
+    )
+
+
+def test_a_conversation_goes_on_until_it_is_reset(session: tuple[list[str], str]) -> None:
+    answers, said = session
+    france, italy, again = answers[:3]
     assert "Paris" in france
     assert "Rome" in italy
     assert again == france
@@ -59,37 +89,38 @@ def test_a_conversation_goes_on_until_it_is_reset(smollm2_gguf: Path) -> None:
     assert used[1][1] > used[0][1] + used[1][0]
 
 
-def test_settings_are_shown_and_changed(smollm2_gguf: Path) -> None:
-    answers, said = _chat(
-        smollm2_gguf,
-        "/settings bad_words Paris 'a phrase'",
-        FRANCE,
-        "/settings",
-        "/settings bad-words=none",
-        "/settings stop = capital",
-        '/settings logit_bias {"5": 1.5}',
-        "/settings logit_bias none",
-        "/reset",
-        FRANCE,
-    )
+def test_settings_are_shown_and_changed(session: tuple[list[str], str]) -> None:
+    answers, said = session
     assert said.index("settings: temperature 0.0, max_tokens 24\n") < said.index("tokens/s")
-    assert "Paris" not in answers[0]
+    assert "Paris" not in answers[3]
     assert "settings: temperature 0.0, bad_words Paris 'a phrase', max_tokens 24" in said
     assert "bad_words none" in said
     assert 'logit_bias {"5": 1.5}' in said
-    assert answers[1] == "The "
+    assert answers[4] == "The "
 
 
-def test_a_byte_order_mark_is_no_part_of_a_message(tmp_path: Path) -> None:
-    model = write_tiny_model(tmp_path / "model")
-    answers, said = _chat(model, "\ufeff/reset", arguments=["--kv-cache-memory", "64MiB"])
+def test_help_exit_and_a_message_that_begins_with_a_slash(session: tuple[list[str], str]) -> None:
+    answers, said = session
+    assert len(answers) >= 6
+    assert "Paris" not in " ".join(answers[5:])
+    assert "/settings NAME VALUE" in said
+    assert said.count("in the context]") == 6
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_message(tiny_model: Path) -> None:
+    answers, said = _chat(tiny_model, "\ufeff/reset", arguments=TINY)
     assert answers == []
     assert "the conversation begins anew" in said
 
 
-def test_a_wrong_command_changes_nothing(tmp_path: Path) -> None:
+def test_a_wrong_command_changes_nothing(tiny_model: Path) -> None:
     answers, said = _chat(
-        write_tiny_model(tmp_path / "model"),
+        tiny_model,
         "/temperature 3",
         "/settings n 3",
         "/settings top_p 5",
@@ -98,7 +129,7 @@ def test_a_wrong_command_changes_nothing(tmp_path: Path) -> None:
         "/settings stop '",
         "/reset now",
         "/settings",
-        arguments=["--temperature", "0", "--max-tokens", "24", "--kv-cache-memory", "64MiB"],
+        arguments=[*TINY, "--max-tokens", "24"],
     )
     assert answers == []
     for message in (
@@ -116,7 +147,7 @@ def test_a_wrong_command_changes_nothing(tmp_path: Path) -> None:
 
 def test_the_system_message_is_heeded_and_outlives_a_reset(smollm2_gguf: Path) -> None:
     pirate = "You are a pirate. Talk like one."
-    arguments = [*GREEDY, "--system", pirate]
+    arguments = [*GREEDY, "--max-tokens", "8", "--system", pirate]
     question = "Who are you?"
     anew = ("/reset", "/system", question, f"/system {pirate}", "/reset", question)
     answers, said = _chat(smollm2_gguf, question, *anew, arguments=arguments)
@@ -128,18 +159,10 @@ def test_the_system_message_is_heeded_and_outlives_a_reset(smollm2_gguf: Path) -
     assert "system message: none" in said
 
 
-def test_help_exit_and_a_message_that_begins_with_a_slash(smollm2_gguf: Path) -> None:
-    answers, said = _chat(smollm2_gguf, "/help", "", "//etc", "/exit", FRANCE)
-    assert len(answers) >= 1
-    assert "Paris" not in " ".join(answers)
-    assert "/settings NAME VALUE" in said
-    assert said.count("in the context]") == 1
-
-
-def test_a_full_context_forgets_the_oldest_turns(smollm2_gguf: Path) -> None:
-    arguments = [*GREEDY, "--max-model-len", "128", "--max-tokens", "16"]
+def test_a_full_context_forgets_the_oldest_turns(tiny_model: Path) -> None:
+    arguments = [*TINY, "--max-model-len", "128", "--max-tokens", "16"]
     lines = [f"What is {number} plus {number}?" for number in range(1, 7)]
-    answers, said = _chat(smollm2_gguf, *lines, "word " * 200, lines[0], arguments=arguments)
+    answers, said = _chat(tiny_model, *lines, "word " * 200, lines[0], arguments=arguments)
     assert "the context of 128 tokens is full: the oldest turn is forgotten" in said
     assert re.search(r"not answered: the message makes a prompt of \d+ tokens.*128; shorten", said)
     assert said.count("in the context]") == 7
@@ -150,11 +173,11 @@ def test_a_full_context_forgets_the_oldest_turns(smollm2_gguf: Path) -> None:
     assert len(answers) >= 7
 
 
-def test_an_answer_that_is_cut_off_is_said_to_be(smollm2_gguf: Path) -> None:
-    tell = "Tell me a long story."
-    arguments = ["--temperature", "0", "--max-model-len", "64"]
+def test_an_answer_that_is_cut_off_is_said_to_be(tiny_model: Path) -> None:
+    tell = "Tell me"
+    arguments = [*TINY, "--max-model-len", "64"]
     lines = (tell, "/reset", "/settings max_tokens 5", tell)
-    _, said = _chat(smollm2_gguf, *lines, arguments=arguments)
+    _, said = _chat(tiny_model, *lines, arguments=arguments)
     assert "max_tokens none" in said
     assert "(cut off: max_tokens is reached)" in said
     assert "(cut off: the context is full)" in said
@@ -221,7 +244,7 @@ def terminal(model: Path, state: Path, *arguments: str) -> Iterator[Terminal]:
             os.close(master)
 
 
-def test_in_a_terminal(smollm2_gguf: Path, tmp_path: Path) -> None:
+def test_in_a_terminal(smollm2_gguf: Path, tiny_model: Path, tmp_path: Path) -> None:
     """Ctrl-C stops an answer and then leaves; what was typed comes back with the arrow key."""
     endless = [*PRECISE, "--max-model-len", "2048", "--ignore-eos"]
     with terminal(smollm2_gguf, tmp_path, *endless) as chat:
@@ -254,7 +277,7 @@ def test_in_a_terminal(smollm2_gguf: Path, tmp_path: Path) -> None:
         assert chat.leave() == 130
     history = (tmp_path / "engine-core" / "chat_history").read_text()
     assert FRANCE in history
-    with terminal(smollm2_gguf, tmp_path, *endless) as chat:
+    with terminal(tiny_model, tmp_path, *TINY) as chat:
         chat.wait_for(">>> ")
         chat.type("\x1b[A")
         chat.wait_for("Tell me a long story")
