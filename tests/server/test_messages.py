@@ -6,14 +6,16 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import jsonschema
 import openai
 import pytest
 from serving import ServerProcess
+
+if TYPE_CHECKING:  # its import takes 3 s of every process that collects
+    import anthropic
 
 pytestmark = pytest.mark.slow
 
@@ -31,12 +33,16 @@ WEATHER: Any = {"name": "get_weather", "description": "Now.", "input_schema": SC
 
 @pytest.fixture(scope="module")
 def client(server: ServerProcess) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def claude(agent: ServerProcess) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=agent.url, api_key="secret", max_retries=0) as client:
         yield client
 
@@ -148,6 +154,8 @@ def test_a_call_that_is_cut_off_is_left_out(
 
 
 def test_a_key_comes_in_either_header(agent: ServerProcess) -> None:
+    import anthropic
+
     count = {"messages": HELLO}
     url = f"{agent.url}/v1/messages/count_tokens"
     for headers in (
@@ -323,6 +331,8 @@ def test_what_is_wrong_is_named(server: ServerProcess, wrong: Any, said: str) ->
 
 
 def test_errors_have_anthropics_types(client: anthropic.Anthropic) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError) as unknown:
         client.messages.create(**{**ASKED, "model": "other"})
     assert unknown.value.request_id
