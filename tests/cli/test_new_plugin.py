@@ -58,6 +58,13 @@ def installed(project: Path, target: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{target}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
 
 
+def in_place(project: Path) -> dict[str, str]:
+    """Describe ``project`` where it is, without pip, and the environment that sees it."""
+    command = [sys.executable, "-c", "import setuptools; setuptools.setup()", "-q", "egg_info"]
+    subprocess.run(command, check=True, cwd=project, capture_output=True)
+    return {**os.environ, "PYTHONPATH": f"{project}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+
+
 @pytest.mark.parametrize("like", ["llama", "qwen2", "internlm2", "gemma"])
 def test_nothing_of_the_patterns_own_texts_is_copied(like: str, tmp_path: Path) -> None:
     make("marigold", "--like", like, "--out", tmp_path)
@@ -95,9 +102,7 @@ def test_the_package_passes_the_conformance_kit_unchanged(
     given = ["--hf-config", tmp_path / "config.json"] if like == "llama" else []
     assert "engine-core-marigold" in make("marigold", "--like", like, "--out", tmp_path, *given)
     project = tmp_path / "engine-core-marigold"
-    target = tmp_path / "target"
-    target.mkdir()
-    environment = installed(project, target)
+    environment = in_place(project)
 
     done = forkserver.run(
         [sys.executable, "-m", "pytest", "-qk", checks, "-p", "no:cacheprovider"],
