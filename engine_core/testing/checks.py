@@ -33,7 +33,7 @@ from engine_core.testing.state import changes, globals_of, kept_by, snapshot
 from engine_core.testing.subject import Family, NotApplicableError, Subject
 from engine_core.testing.synchronisation import no_synchronisation
 from engine_core.testing.tiny_model import PagedCache, Run, Step, TokenSequence
-from engine_core.testing.trace import TOLERANCE, difference, explain
+from engine_core.testing.trace import TOLERANCE, Trace, difference, explain
 
 _CHUNKS = (1, 7)
 _BLOCK_SIZES = (1, 7)
@@ -269,7 +269,7 @@ def logits(subject: Subject) -> None:
     """Logits and greedy tokens are the reference's."""
     checkpoint = subject.checkpoint
     _check_window(subject)
-    for prompt, run in zip(checkpoint.prompts, subject.compute(), strict=True):
+    for prompt, run in zip(checkpoint.prompts, subject.computed, strict=True):
         ours, theirs = run.logits[0], prompt.logits
         if ours.shape != theirs.shape:
             raise ConformanceError(
@@ -297,7 +297,20 @@ def place(run: Run, prompt: Prompt, prefix: str) -> str:
     """The first layer and module that differ from the reference's."""
     if prompt.trace is None:
         return "Golden files hold no hidden states, so the layer cannot be named."
-    return explain(run.trace(0), prompt.trace, prefix)
+    return _explain(run, 0, prompt.trace, prefix)
+
+
+def _explain(run: Run, place: int, theirs: Trace, prefix: str = "") -> str:
+    """As ``explain`` does, of a run that may have to be computed once more for it."""
+    recorded = run.recorded()
+    once, again = run.logits[place], recorded.logits[place]
+    if not torch.allclose(again, once, rtol=0, atol=TOLERANCE, equal_nan=True):
+        return (
+            "The layer cannot be named: computed once more, with each module listened to, the same "
+            "steps give other logits. The model keeps something of what it computed before, or a "
+            "module gives something else where its parts run one by one."
+        )
+    return explain(recorded.trace(place), theirs, prefix)
 
 
 def _hint(subject: Subject, prompt: Prompt) -> str:
@@ -346,7 +359,7 @@ def check_same(subject: Subject, number: int, run: Run, place: int, how: str) ->
             f"prompt {prompt.name!r} {how}: logits differ by {apart:.2g} from those that it has "
             f"alone, its prompt at once and then token by token ({TOLERANCE:.0e} is allowed), "
             f"first at {_position(position, len(prompt.token_ids))}. "
-            + explain(run.trace(place), alone.trace(0))
+            + _explain(run, place, alone.trace(0))
         )
 
 
@@ -501,8 +514,9 @@ def bfloat16(subject: Subject) -> None:
         ours, theirs = run.logits[0], exact.logits[0]
         apart = _relative(ours, theirs)
         if not apart <= _BFLOAT16_TOLERANCE:
+            trace = run.recorded().trace(0)
             sizes = ", ".join(
-                f"{name} by {_relative(run.trace(0).outputs[name], rows):.1%}"
+                f"{name} by {_relative(trace.outputs[name], rows):.1%}"
                 for name, rows in exact.trace(0).outputs.items()
                 if name in model.layers
             )

@@ -203,23 +203,32 @@ class Subject:
         return [model.sequence(p.sequence, len(p.token_ids), p.shown) for p in prompts]
 
     def run_alone(
-        self, model: TinyModel, pieces: Callable[[TokenSequence], Sequence[tuple[int, int]]]
+        self,
+        model: TinyModel,
+        pieces: Callable[[TokenSequence], Sequence[tuple[int, int]]],
+        *,
+        recording: bool = False,
     ) -> list[Run]:
         """Each sequence by itself, in the pieces (start, count) that ``pieces`` cuts it into."""
         return [
-            model.run([sequence], [[(0, start, count)] for start, count in pieces(sequence)])
+            model.run(
+                [sequence],
+                [[(0, start, count)] for start, count in pieces(sequence)],
+                recording=recording,
+            )
             for sequence in self.sequences(model)
         ]
 
-    def compute(self) -> list[Run]:
-        """Each sequence by itself: the prompt in one step, then token by token."""
-        return self.run_alone(self.model, TokenSequence.incremental)
+    @cached_property
+    def computed(self) -> list[Run]:
+        """Each sequence by itself: the prompt in one step, then token by token; recorded."""
+        return self.run_alone(self.model, TokenSequence.incremental, recording=True)
 
     @cached_property
     @blocked_by("logits")
     def alone(self) -> list[Run]:
-        """As :meth:`compute`."""
-        return self.compute()
+        """As :attr:`computed`, for what is compared with it."""
+        return self.computed
 
     def continued(self, prompt: Prompt) -> tuple[list[int], list[dict[int, float]]]:
         """The model's own new tokens of a prompt alone, and all log-probabilities of each."""

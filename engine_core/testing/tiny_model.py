@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,14 +70,21 @@ class Run:
 
     Attributes:
         logits: ``[length, vocab]`` float32 on the CPU, for each sequence.
-        recorder: what its modules put out.
+        again: computes the same steps once more, and records them.
+        recorder: what its modules put out; None if nobody listened.
     """
 
     logits: list[Tensor]
-    recorder: Recorder
+    again: Callable[[], Run]
+    recorder: Recorder | None = None
+
+    def recorded(self) -> Run:
+        """This run if it was recorded, or the same steps computed once more."""
+        return self.again() if self.recorder is None else self
 
     def trace(self, sequence: int) -> Trace:
-        """The modules' outputs for one sequence."""
+        """The modules' outputs for one sequence, of a run that was recorded."""
+        assert self.recorder is not None, "only what was recorded has a trace"
         return self.recorder.trace(sequence, len(self.logits[sequence]))
 
 
@@ -200,12 +209,18 @@ class TinyModel:
         sequences: Sequence[TokenSequence],
         steps: Sequence[Step],
         block_size: int = _BLOCK_SIZE,
+        *,
+        recording: bool = False,
     ) -> Run:
-        """Run ``steps``, which together compute every token of every sequence."""
+        """Run ``steps``, which together compute every token of every sequence.
+
+        With ``recording`` each module is listened to. That takes twice as long, and modules whose
+        parts are otherwise computed in one call compute them one by one.
+        """
         cache = PagedCache(self, sequences, block_size)
         recorder = Recorder(self.network, self.layers)
         logits: list[list[Tensor]] = [[] for _ in sequences]
-        with recorder.recording():
+        with recorder.recording() if recording else nullcontext():
             for step in steps:
                 recorder.begin([])  # An encoder may have as many patches as a step has tokens.
                 cache.encode(step)
@@ -213,7 +228,8 @@ class TinyModel:
                 out = self.logits(cache, cache.context(step)).to("cpu", torch.float32)
                 for (owner, _, _), rows in zip(step, out.split([c for *_, c in step]), strict=True):
                     logits[owner].append(rows)
-        return Run([torch.cat(rows) for rows in logits], recorder)
+        again = partial(self.run, sequences, steps, block_size, recording=True)
+        return Run([torch.cat(rows) for rows in logits], again, recorder if recording else None)
 
     @torch.inference_mode()
     def greedy(
