@@ -1,7 +1,8 @@
 """The conformance kit on this family."""
 
-from engine_core.testing import ConformanceTests
+from family_conformance import SomeInFull
 
 
-class TestConformance(ConformanceTests):
+class TestConformance(SomeInFull):
     package = "engine_core_chatglm"
+    in_full = ("chatglm1", "chatglm3")

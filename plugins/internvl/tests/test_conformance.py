@@ -1,7 +1,8 @@
 """The conformance kit on this family; what it shows of pictures is in the other tests."""
 
-from engine_core.testing import ConformanceTests
+from family_conformance import SomeInFull
 
 
-class TestConformance(ConformanceTests):
+class TestConformance(SomeInFull):
     package = "engine_core_internvl"
+    in_full = ("internvl-chat", "internvl-llama-dynamic-rope")

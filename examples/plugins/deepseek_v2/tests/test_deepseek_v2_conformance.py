@@ -1,7 +1,8 @@
 """The conformance kit on this family's case."""
 
-from engine_core.testing import ConformanceTests
+from family_conformance import SomeInFull
 
 
-class TestConformance(ConformanceTests):
+class TestConformance(SomeInFull):
     package = "engine_core_deepseek_v2"
+    in_full = ("deepseek-v3",)

@@ -3,9 +3,8 @@
 import inspect
 
 import pytest
+from family_conformance import SomeInFull
 from transformers.models.mamba2 import modeling_mamba2
-
-from engine_core.testing import ConformanceTests
 
 
 @pytest.fixture(autouse=True)
@@ -19,5 +18,6 @@ def _a_reference_that_norms_by_groups(request: pytest.FixtureRequest) -> None:
         pytest.skip("the reference of this transformers norms all groups as one")
 
 
-class TestConformance(ConformanceTests):
+class TestConformance(SomeInFull):
     package = "engine_core_mamba2"
+    in_full = ("hybrid",)

@@ -1,0 +1,54 @@
+"""The conformance kit on a family of several cases, in ``make test`` on some of them in full."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+
+from engine_core.testing import ConformanceTests
+from engine_core.testing.case import load_cases
+from engine_core.testing.suite import cases_of
+
+# What is run over and over: a model in many pieces, and engines.
+DEAREST = {
+    "test_chunked_prefill",
+    "test_batching",
+    "test_block_sizes",
+    "test_engine",
+    "test_prefix_caching",
+    "test_shared_prefixes",
+    "test_media_chunks",
+    "test_media_neighbours",
+    "test_media_caches",
+    "test_quantised",
+    "test_tensor_parallel",
+}
+
+
+class SomeInFull(ConformanceTests):
+    """All of the kit on the cases ``in_full``, and all but the dearest checks on the others.
+
+    ``make soak`` runs all on all. What the others differ in shows in their logits, which are
+    compared with the reference's here too.
+    """
+
+    in_full: ClassVar[tuple[str, ...]]
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "subject" not in metafunc.fixturenames:
+            return
+        assert self.package is not None, "the family's tests name it"
+        name, every = metafunc.definition.originalname, load_cases(self.package)
+        assert set(self.in_full) < {case.name for case in every}, self.in_full
+        params = [
+            pytest.param(
+                case,
+                id=case.name,
+                marks=[pytest.mark.long]
+                if name in DEAREST and case.name not in self.in_full
+                else [],
+            )
+            for case in cases_of(name, every)
+        ]
+        metafunc.parametrize("subject", params, indirect=True)
