@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -29,6 +30,32 @@ SETTINGS: Mapping[str, dict[str, Any]] = {
     "chunks-of-8": {"max_num_seqs": 4, "max_num_batched_tokens": 8},
     "no-prefix-cache": {"enable_prefix_caching": False},
 }
+
+
+def with_settings(fixtures: Sequence[str], settings: Mapping[str, Any] = SETTINGS) -> list[Any]:
+    """Cases of a fixture's name and settings: all, of which most are for ``make soak``.
+
+    Each fixture is tried as it is and each of the settings with one fixture, in turn: what settings
+    do is the engine's business, which is the same for all.
+    """
+    plain, *others = settings
+    kept = {(name, plain) for name in fixtures}
+    kept |= {(fixtures[i % len(fixtures)], other) for i, other in enumerate(others)}
+    return [
+        pytest.param(name, each, id=f"{name}-{how}", marks=_long_unless((name, how) in kept))
+        for name in fixtures
+        for how, each in settings.items()
+    ]
+
+
+def some_of(fixtures: Sequence[str], *kept: str) -> list[Any]:
+    """Cases of a fixture's name: all, of which ``make test`` tries those that are ``kept``."""
+    assert set(kept) < set(fixtures), kept
+    return [pytest.param(name, marks=_long_unless(name in kept)) for name in fixtures]
+
+
+def _long_unless(kept: bool) -> Collection[pytest.MarkDecorator]:
+    return () if kept else (pytest.mark.long,)
 
 
 @dataclass(frozen=True)

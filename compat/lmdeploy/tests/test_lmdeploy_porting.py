@@ -18,6 +18,7 @@ from golden_fixtures import (
     golden_llm,
     golden_prompts,
     greedy_params,
+    with_settings,
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -79,9 +80,9 @@ def ported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     return make
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 @pytest.mark.parametrize(
-    "name", ["llama-gqa", "llama-tied-llama3", "llama-yarn", "llama-bias-linear"]
+    ("name", "settings"),
+    with_settings(["llama-gqa", "llama-tied-llama3", "llama-yarn", "llama-bias-linear"], SETTINGS),
 )
 def test_a_ported_file_gives_the_logits_of_transformers(
     ported: Callable[[str], str], name: str, settings: dict[str, Any]
@@ -90,8 +91,10 @@ def test_a_ported_file_gives_the_logits_of_transformers(
     check_generation(name, {"custom_module_map": module_map, **settings})
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
-@pytest.mark.parametrize("name", ["qwen2-gqa", "qwen2-tied-nowindow", "qwen3-tiny"])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    with_settings(["qwen2-gqa", "qwen2-tied-nowindow", "qwen3-tiny"], SETTINGS),
+)
 def test_the_manner_of_newer_files_runs(
     ported: Callable[[str], str], name: str, settings: dict[str, Any]
 ) -> None:
@@ -99,8 +102,9 @@ def test_the_manner_of_newer_files_runs(
     check_generation(name, {"custom_module_map": ported("MyQwenForCausalLM"), **settings})
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
-@pytest.mark.parametrize("name", ["mixtral-tiny", "qwen2moe-shared"])
+@pytest.mark.parametrize(
+    ("name", "settings"), with_settings(["mixtral-tiny", "qwen2moe-shared"], SETTINGS)
+)
 def test_experts_load_by_their_numbers(
     ported: Callable[[str], str], name: str, settings: dict[str, Any]
 ) -> None:

@@ -17,6 +17,8 @@ from golden_fixtures import (
     golden_llm,
     golden_prompts,
     greedy_params,
+    some_of,
+    with_settings,
 )
 from safetensors.torch import load_file
 
@@ -39,8 +41,7 @@ WHOLE_CONTEXTS = {
 MASK, GMASK, BOS = 300, 301, 304
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize(("name", "settings"), with_settings(CAUSAL))
 def test_tokens_and_logits_are_those_of_the_original_code(name: str, settings: dict) -> None:
     check_generation(name, settings)
 
@@ -50,7 +51,7 @@ def test_version_1_gives_the_tokens_and_logits_of_the_original_code(settings: di
     check_generation("chatglm1-tiny", settings)
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", some_of(CAUSAL, "chatglm3-tiny"))
 def test_a_second_run_from_the_prefix_cache_is_the_same(name: str) -> None:
     check_prefix_cache(name)
 
@@ -68,7 +69,9 @@ def test_version_1_takes_a_context_from_the_cache_whole_or_not_at_all() -> None:
             check_output(output, expected)
 
 
-@pytest.mark.parametrize("name", ["chatglm1-tiny", *CAUSAL])
+@pytest.mark.parametrize(
+    "name", some_of(["chatglm1-tiny", *CAUSAL], "chatglm1-tiny", "chatglm2-tiny")
+)
 def test_preempted_requests_are_the_same(name: str) -> None:
     check_preemption(name)
 

@@ -15,6 +15,8 @@ from golden_fixtures import (
     golden_llm,
     golden_prompts,
     greedy_params,
+    some_of,
+    with_settings,
 )
 from safetensors.torch import load_file
 from torch import Tensor
@@ -65,8 +67,7 @@ def check(outputs: list[RequestOutput], name: str) -> None:
         check_output(output, prompt)
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
-@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize(("name", "settings"), with_settings(FIXTURES, SETTINGS))
 def test_tokens_and_logits_are_those_of_the_original_code(
     name: str, settings: dict[str, Any]
 ) -> None:
@@ -74,7 +75,7 @@ def test_tokens_and_logits_are_those_of_the_original_code(
         check(llm.generate(every_prompt(name), greedy_params(name, with_prompt=True)), name)
 
 
-@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize("name", some_of(FIXTURES, "internvl-chat-internlm2"))
 def test_every_cut_of_a_prompt_gives_the_same(name: str) -> None:
     """Chunks of 1 to 13 tokens end at each place of a picture, and between two."""
     index = next(i for i, prompt in enumerate(golden_prompts(name)) if prompt.name == "two-images")
@@ -84,7 +85,7 @@ def test_every_cut_of_a_prompt_gives_the_same(name: str) -> None:
             check_output(output, golden_prompts(name)[index])
 
 
-@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize("name", some_of(FIXTURES, "internvl-chat-qwen2"))
 def test_prompts_by_themselves_are_the_same_cold_and_from_the_prefix_cache(name: str) -> None:
     with golden_llm(name, block_size=4) as llm:
         for cached in (False, True):
@@ -107,8 +108,9 @@ def test_another_picture_in_its_place_is_not_taken_from_the_prefix_cache() -> No
     check_output(output, prompt)
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["in its ends", "alone"])
-@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize(
+    ("name", "alone"), with_settings(FIXTURES, {"in its ends": False, "alone": True})
+)
 def test_one_placeholder_stands_for_a_whole_picture(name: str, alone: bool) -> None:
     """With ``<img>`` and ``</img>`` around it, or without them, which are then added."""
     context = token(name, "<IMG_CONTEXT>")
@@ -138,7 +140,7 @@ def test_preempted_requests_are_the_same() -> None:
         check(outputs[start : start + len(outputs) // 3], name)
 
 
-@pytest.mark.parametrize("name", FIXTURES[1:])
+@pytest.mark.parametrize("name", some_of(FIXTURES[1:], "internvl-chat-internlm2"))
 def test_two_ranks(name: str) -> None:
     with golden_llm(name, tensor_parallel_size=2) as llm:
         check(llm.generate(every_prompt(name), greedy_params(name)), name)
