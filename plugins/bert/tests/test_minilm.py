@@ -1,4 +1,4 @@
-"""all-MiniLM-L6-v2 itself: a thousand sentences as transformers embeds them."""
+"""all-MiniLM-L6-v2 itself: sentences as transformers embeds them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def sentences(count: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_thousand_sentences_are_embedded_as_by_transformers() -> None:
-    texts = sentences(1000)
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.long)])
+def test_sentences_are_embedded_as_by_transformers(count: int) -> None:
+    texts = sentences(count)
     with LLM(MINILM) as llm:
         ours = np.stack([output.outputs.vector for output in llm.embed(texts)])
         raw = llm.embed(texts[:2], PoolingParams(normalize=False))

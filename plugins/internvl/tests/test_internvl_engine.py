@@ -153,18 +153,19 @@ def test_a_video_is_its_frames_as_images_with_their_numbers(talking: Path) -> No
     assert video.outputs[0].token_ids == again.outputs[0].token_ids
 
 
-CLIPS = (40, 5, 66)  # frames; the tower takes 32 at once
-
-
+# Frames; the tower takes 32 at once.
+@pytest.mark.parametrize("clips", [(40, 5), pytest.param((40, 5, 66), marks=pytest.mark.long)])
 @pytest.mark.slow
-def test_videos_of_many_frames_are_as_in_transformers(tmp_path: Path) -> None:
+def test_videos_of_many_frames_are_as_in_transformers(
+    tmp_path: Path, clips: tuple[int, ...]
+) -> None:
     """Which gives all frames to its tower at once; alone, and in parts beside streams."""
     from transformers import InternVLForConditionalGeneration
 
     folder = with_tokenizer(GOLDEN / "internvl-hf-qwen2", tmp_path / "m")
     theirs: Any = InternVLForConditionalGeneration
     model = theirs.from_pretrained(folder, dtype=torch.float32).eval()
-    videos = [picture(count, 56, 56) for count in CLIPS]
+    videos = [picture(count, 56, 56) for count in clips]
     prompts: list[Any] = [
         {"prompt": "a Frame1: <img></img>\nWhy?", "multi_modal_data": {"video": video}}
         for video in videos
@@ -211,7 +212,7 @@ def test_videos_of_many_frames_are_as_in_transformers(tmp_path: Path) -> None:
             trace = await engine.take_trace()
             assert trace is not None
             parts = [part for step in trace.steps for part in step.media]
-            assert len(parts) > 2 * len(CLIPS)
+            assert len(parts) > 2 * len(clips)
         finally:
             await engine.close()
 

@@ -364,8 +364,15 @@ def test_a_text_model_that_is_not_installed_is_named(
     assert "pip install engine-core-qwen2" in problem.message
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", ["300M", "6B"])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        ("300M", torch.float32),
+        ("6B", torch.bfloat16),
+        pytest.param("300M", torch.bfloat16, marks=pytest.mark.long),
+        pytest.param("6B", torch.float32, marks=pytest.mark.long),
+    ],
+)
 def test_the_tower_takes_no_more_memory_than_is_said(size: str, dtype: torch.dtype) -> None:
     """With about the proportions of the published ones."""
     vision = HFConfig.from_folder(CHAT).vision_config

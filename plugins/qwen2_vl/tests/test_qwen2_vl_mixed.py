@@ -20,7 +20,6 @@ from engine_core import LLM, EngineConfig, RequestOutput, SamplingParams
 
 openai: Any = pytest.importorskip("openai", reason="openai is not installed")
 
-REQUESTS = 100
 AT_ONCE = 16
 TOKENS = 12
 SIZES = {"kv_cache_memory": 2**25, "max_model_len": 512}
@@ -84,9 +83,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_seeing_model(tmp_path_factory.mktemp("mixed") / "m")
 
 
-def test_a_hundred_mixed_requests_are_answered_as_offline(model: Path) -> None:
+@pytest.mark.parametrize("requests", [30, pytest.param(100, marks=pytest.mark.long)])
+def test_mixed_requests_are_answered_as_offline(model: Path, requests: int) -> None:
     source = conversations(1)
-    asked = [next(source) for _ in range(REQUESTS)]
+    asked = [next(source) for _ in range(requests)]
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     # Each alone, with room for all: no neighbours, chunks or evictions.
     alone = EngineConfig(kv_cache_memory=2**25, max_model_len=512, enable_prefix_caching=False)

@@ -256,7 +256,7 @@ def children(work: Work) -> list[psutil.Process]:
 def test_a_worker_that_is_killed_ends_its_request_and_a_template_none() -> None:
     work = Work()
     work.made(data_url(SMALL))
-    huge = data_url(np.zeros((5000, 5000, 3), np.uint8))
+    huge = data_url(np.zeros((3000, 3000, 3), np.uint8))
     begun = work.begun(data_url(SMALL), huge)
     while not (running := children(work)):
         assert not begun.done()
@@ -277,7 +277,7 @@ def test_a_worker_that_is_killed_ends_its_request_and_a_template_none() -> None:
 def test_a_worker_ends_when_nobody_waits_for_its_work() -> None:
     work = Work()
     work.made(data_url(SMALL))
-    begun = work.begun(data_url(np.zeros((6000, 6000, 3), np.uint8)))
+    begun = work.begun(data_url(np.zeros((4000, 4000, 3), np.uint8)))
     while not children(work):
         assert not begun.done()
     begun.cancel()
@@ -367,7 +367,7 @@ def test_a_size_by_which_nothing_is_refused_wrongly() -> None:
 def test_equal_pictures_that_come_at_once_are_processed_once() -> None:
     work = Work()
     work.start()
-    huge = data_url(np.zeros((3000, 3000, 3), np.uint8))
+    huge = data_url(np.zeros((2000, 2000, 3), np.uint8))
     begun = [work.begun(huge), work.begun(huge, data_url(SMALL)), work.begun(huge, salts=("a",))]
     one, two, other = [each.result(60).pop().media for each in begun]
     assert two[0].features is one[0].features is not other[0].features
@@ -375,7 +375,7 @@ def test_equal_pictures_that_come_at_once_are_processed_once() -> None:
     assert work.stats.cache_items == 3
     # Whoever comes first may leave, or be refused for something else.
     assert isinstance(work.made(data_url(SMALL)).media[0].features, dict)
-    black = data_url(np.zeros((3000, 2999, 3), np.uint8))
+    black = data_url(np.zeros((2000, 1999, 3), np.uint8))
     for bad in (None, "data:image/png;base64,a$b="):
         shown = [black] if bad is None else [data_url(OTHER), bad]
         first, second = work.begun(*shown), work.begun(shown[0])
@@ -439,7 +439,7 @@ def test_closing_while_pictures_wait_tells_each() -> None:
     work = Work(max_queued=3, mm_processor_cache_gb=0)
     work.start()
     before = open_files()
-    huge = data_url(np.zeros((4000, 4000, 3), np.uint8))
+    huge = data_url(np.zeros((3000, 3000, 3), np.uint8))
     begun = [work.begun(huge) for _ in range(4)]
     assert work.stats.waiting == 4
     with pytest.raises(QueueFullError, match="4 requests wait for the processor of pictures"):

@@ -197,8 +197,17 @@ def test_published_checkpoints_end_their_turns() -> None:
     assert build(vocab_size=151936, eos_token_id=7).eos_token_ids == (7,)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("grid", "as_bytes"), [(16, False), (32, False), (32, True)])
+@pytest.mark.parametrize(
+    ("grid", "as_bytes", "dtype"),
+    [
+        (16, False, torch.bfloat16),
+        (32, False, torch.float32),
+        (32, True, torch.bfloat16),
+        pytest.param(16, False, torch.float32, marks=pytest.mark.long),
+        pytest.param(32, False, torch.bfloat16, marks=pytest.mark.long),
+        pytest.param(32, True, torch.float32, marks=pytest.mark.long),
+    ],
+)
 def test_the_tower_takes_no_more_memory_than_is_said(
     grid: int, as_bytes: bool, dtype: torch.dtype
 ) -> None:
