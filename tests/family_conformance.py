@@ -10,11 +10,14 @@ from engine_core.testing import ConformanceTests
 from engine_core.testing.case import load_cases
 from engine_core.testing.suite import cases_of
 
-# What is run over and over: a model in many pieces, and engines.
+# Those that run a model over and over, or an engine.
 DEAREST = {
     "test_chunked_prefill",
     "test_batching",
     "test_block_sizes",
+    "test_no_state_between_steps",
+    "test_state_dict_round_trip",
+    "test_bfloat16",
     "test_engine",
     "test_prefix_caching",
     "test_shared_prefixes",

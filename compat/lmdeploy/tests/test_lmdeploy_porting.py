@@ -103,7 +103,13 @@ def test_the_manner_of_newer_files_runs(
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"), with_settings(["mixtral-tiny", "qwen2moe-shared"], SETTINGS)
+    ("name", "settings"),
+    [
+        ("mixtral-tiny", SETTINGS["chunks-of-8"]),
+        ("qwen2moe-shared", SETTINGS["default"]),
+        pytest.param("mixtral-tiny", SETTINGS["default"], marks=pytest.mark.long),
+        pytest.param("qwen2moe-shared", SETTINGS["chunks-of-8"], marks=pytest.mark.long),
+    ],
 )
 def test_experts_load_by_their_numbers(
     ported: Callable[[str], str], name: str, settings: dict[str, Any]

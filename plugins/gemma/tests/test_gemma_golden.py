@@ -41,7 +41,8 @@ def test_preempted_requests_are_the_same(name: str) -> None:
     check_preemption(name, copies=9)
 
 
-@pytest.mark.parametrize("name", some_of(FIXTURES, "gemma3-ropes"))
+@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.long  # the conformance kit has two ranks of each architecture
 def test_two_ranks(name: str) -> None:
     prompts = golden_prompts(name)
     with golden_llm(name, tensor_parallel_size=2) as llm:

@@ -40,6 +40,7 @@ def test_preempted_requests_are_the_same(name: str) -> None:
     check_preemption(name)
 
 
+@pytest.mark.long  # the conformance kit has two ranks
 def test_two_ranks() -> None:
     name = "internlm2-gqa"
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)

@@ -140,7 +140,8 @@ def test_preempted_requests_are_the_same() -> None:
         check(outputs[start : start + len(outputs) // 3], name)
 
 
-@pytest.mark.parametrize("name", some_of(FIXTURES[1:], "internvl-chat-internlm2"))
+@pytest.mark.parametrize("name", FIXTURES[1:])
+@pytest.mark.long  # the conformance kit has two ranks of each architecture
 def test_two_ranks(name: str) -> None:
     with golden_llm(name, tensor_parallel_size=2) as llm:
         check(llm.generate(every_prompt(name), greedy_params(name)), name)

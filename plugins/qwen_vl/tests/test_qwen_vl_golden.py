@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -33,6 +33,7 @@ SETTINGS: Mapping[str, dict[str, Any]] = {
     "no-prefix-cache": {"enable_prefix_caching": False},
     "room-for-one-picture": {"encoder_cache_tokens": 256},
 }
+OF_THE_KIT = ("one-by-one", "blocks-of-1", "no-prefix-cache")
 
 
 @dataclass(frozen=True)
@@ -112,11 +113,16 @@ def check_rows(entries: Any, logits: Tensor) -> None:
     torch.testing.assert_close(ours, logits.log_softmax(-1), atol=1e-4, rtol=0)
 
 
-# The conformance kit runs the other one so.
+# The conformance kit runs the other one so: with other blocks, and with and without a prefix cache.
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [(LONG, {}), *((TINY, each) for each in SETTINGS.values())],
-    ids=[LONG, *SETTINGS],
+    [
+        pytest.param(LONG, {}, id=LONG),
+        *(
+            pytest.param(TINY, each, id=how, marks=[pytest.mark.long] if how in OF_THE_KIT else [])
+            for how, each in SETTINGS.items()
+        ),
+    ],
 )
 def test_tokens_and_logits_are_those_of_the_original_code(
     name: str, settings: dict[str, Any]
@@ -128,7 +134,7 @@ def test_tokens_and_logits_are_those_of_the_original_code(
         check(output, prompt)
 
 
-@pytest.mark.parametrize("name", [TINY, LONG])
+@pytest.mark.parametrize("name", [pytest.param(TINY, marks=pytest.mark.long), LONG])
 def test_prompts_by_themselves_are_the_same_cold_and_from_the_prefix_cache(name: str) -> None:
     with llm(name, block_size=4) as engine:
         for cached in (False, True):
@@ -300,10 +306,15 @@ def test_files_are_not_read_where_nobody_allowed_it(path: str, said: str) -> Non
         ("a\0b", "no path"),
     ],
 )
-def test_other_files_than_pictures_below_the_folder_are_refused(path: str, said: str) -> None:
-    folder = str(GOLDEN / TINY)
-    with (
-        llm(TINY, allowed_local_media_path=folder) as engine,
-        pytest.raises(RequestError, match=said),
-    ):
-        engine.generate([BEGIN, *path.encode(), PAD, END], params())
+def test_other_files_than_pictures_below_the_folder_are_refused(
+    reading: LLM, path: str, said: str
+) -> None:
+    with pytest.raises(RequestError, match=said):
+        reading.generate([BEGIN, *path.encode(), PAD, END], params())
+
+
+@pytest.fixture(scope="module")
+def reading() -> Iterator[LLM]:
+    """One that reads files below its folder."""
+    with llm(TINY, allowed_local_media_path=str(GOLDEN / TINY)) as engine:
+        yield engine
