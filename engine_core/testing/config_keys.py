@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -141,15 +142,21 @@ def _theirs(case: ConformanceCase, config: Mapping[str, Any]) -> Any:
     return transformers_class(config)[0]
 
 
+@cache
+def _common_keys() -> frozenset[str]:
+    """The keys that configs of all of transformers' classes have."""
+    from transformers import PreTrainedConfig
+
+    return frozenset(PreTrainedConfig().to_dict())
+
+
 def _own(theirs: Any, config: Mapping[str, Any], path: Key = ()) -> Iterator[tuple[Key, Any]]:
     """The keys of transformers' config object that are its class's own, with those inside."""
     from transformers import PreTrainedConfig
 
-    common = set(PreTrainedConfig().to_dict())
-    values = {
-        **theirs.to_dict(),
-        "tie_word_embeddings": theirs.to_dict().get("tie_word_embeddings"),
-    }
+    common = _common_keys()
+    values = theirs.to_dict()
+    values.setdefault("tie_word_embeddings", None)
     for name, value in values.items():
         inner = getattr(theirs, name, None)
         if isinstance(inner, PreTrainedConfig):
