@@ -1,19 +1,22 @@
 """Ranks as processes of Triton's interpreter, whose regions are memory that they share.
 
-Run as ``rank_sums.py FOLDER RANK SIZE ROUNDS FAULT``. One of them waits for random times at thread
+Run as ``rank_sums.py FOLDER CASE...``, where a case is SIZE:ROUNDS:FAULT. Each is run by forks of
+this process, which has imported all they need. One of them waits for random times at thread
 barriers, as in the middle of a sum, and between sums: now one is ahead and now another. Prints a
-line for each wrong result. A FAULT takes a protection away: "buffers" leaves one buffer, "waiting"
-has nobody wait for others. With "words-" before it all sums go in words, where one buffer may leave
-a rank waiting for what was written over; it says so and ends.
+line for each wrong result, after the case. A FAULT takes a protection away: "buffers" leaves one
+buffer, "waiting" has nobody wait for others. With "words-" before it all sums go in words, where
+one buffer may leave a rank waiting for what was written over. The first wrong result ends a case.
 """
 
 from __future__ import annotations
 
 import mmap
+import multiprocessing
 import os
 import random
 import sys
 import time
+from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +67,35 @@ class Delays:
         interpreter.InterpreterBuilder.create_barrier = lambda _: self.wait()
 
     def wait(self) -> None:
+        """Wait, if it is this rank's turn to be slow."""
         slow = self.sums // 10 % self.size == self.rank
         if slow and self.generator.random() < 0.5:
             time.sleep(self.generator.random() * 0.006)
 
 
+def look_calmly() -> None:
+    """Let who looks for what another rank writes leave it a processor."""
+    builder, operations = interpreter.InterpreterBuilder, interpreter._ir.ATOMIC_OP
+    load, change = builder.create_masked_load, builder.create_atomic_rmw
+
+    def look_at_words(self: Any, *given: Any) -> Any:
+        if given[-1]:  # volatile
+            time.sleep(LOOK)
+        return load(self, *given)
+
+    def look_at_flags(self: Any, op: Any, *given: Any) -> Any:
+        if op != operations.XCHG:
+            time.sleep(LOOK)
+        return change(self, op, *given)
+
+    builder.create_masked_load, builder.create_atomic_rmw = look_at_words, look_at_flags
+
+
+LOOK = 0.0001
+
+
 def break_protection(fault: str) -> None:
+    """Take away what the fault names."""
     words, _, fault = fault.rpartition("-")
     if fault == "buffers":
         layout.BUFFERS = 1
@@ -79,7 +105,12 @@ def break_protection(fault: str) -> None:
         break_flags()
 
 
+class WrittenOverError(Exception):
+    """A rank waits for a word in whose place a later one is."""
+
+
 def break_words(fault: str) -> None:
+    """Leave out waiting for words, or end a wait that has no end."""
     builder = interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
     last, looks = [0], [0]
@@ -96,15 +127,14 @@ def break_words(fault: str) -> None:
             if fault == "waiting":
                 told.data[...] = (told.data & 0xFFFFFFFF) | (last[0] << 32)
             elif looks[0] > 3000:
-                sys.stdout.write("waits for what was written over\n")
-                sys.stdout.flush()
-                os._exit(0)
+                raise WrittenOverError
         return told
 
     builder.create_masked_load, builder.create_masked_store = look, remember
 
 
 def break_flags() -> None:
+    """Find every flag set at once."""
     whole, operations = interpreter.InterpreterBuilder.create_atomic_rmw, interpreter._ir.ATOMIC_OP
     epochs: list[Any] = []
 
@@ -174,26 +204,67 @@ class Rounds:
         )
 
 
-def main(folder: Path, rank: int, size: int, rounds: int, fault: str) -> None:
-    quicken()
+def run_rank(
+    path: Path, rank: int, size: int, rounds: int, fault: str, wrong: Queue[str | None]
+) -> None:
+    """Put what is wrong into the queue, and None at the end."""
+    look_calmly()
     break_protection(fault)
     delays = Delays(rank, size)
-    memory = open_memory(folder / "regions", rank, size)
-    (folder / f"ready-{rank}").touch()
-    while not all((folder / f"ready-{each}").exists() for each in range(size)):
-        time.sleep(0.01)
+    memory = open_memory(path, rank, size)
+    (path.parent / f"{path.name}-{rank}").touch()
+    while not all((path.parent / f"{path.name}-{each}").exists() for each in range(size)):
+        time.sleep(0.001)
     ways: tuple[layout.Way, ...] = ("words", "one shot", "two shots")
     if fault != "none":
         ways = ways[:1] if fault.startswith("words") else ways[1:]
     sums = Rounds(rank, size, ways)
     for number in range(rounds):
-        wrong = sums.run(memory)
-        if wrong is not None:
-            sys.stdout.write(f"{number}: {wrong}\n")
+        try:
+            found = sums.run(memory)
+        except interpreter.InterpreterError as error:
+            if not isinstance(error.__cause__, WrittenOverError):
+                raise
+            found = "waits for what was written over"
+        if found is not None:
+            wrong.put(f"{number}: {found}")
         delays.sums += 1
         delays.wait()
+    wrong.put(None)
+
+
+def run_case(path: Path, size: int, rounds: int, fault: str) -> str | None:
+    """What is wrong first, of all ranks; None if nothing is."""
+    path.touch()
+    os.truncate(path, size * region_bytes(size, CAPACITY))
+    forks = multiprocessing.get_context("fork")
+    wrong: Queue[str | None] = forks.Queue()
+    ranks = [
+        forks.Process(target=run_rank, args=(path, rank, size, rounds, fault, wrong))
+        for rank in range(size)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        for _ in ranks:
+            found = wrong.get(timeout=120)
+            if found is not None:
+                return found
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    return None
+
+
+def main(folder: Path, cases: list[str]) -> None:
+    """Run the cases, one after another."""
+    quicken()
+    for case in cases:
+        size, rounds, fault = case.split(":")
+        wrong = run_case(folder / case.replace(":", "-"), int(size), int(rounds), fault)
+        sys.stdout.write(f"{case} {wrong or ''}\n")
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    main(Path(given[0]), int(given[1]), int(given[2]), int(given[3]), given[4])
+    main(Path(sys.argv[1]), sys.argv[2:])
