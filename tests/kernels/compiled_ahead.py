@@ -7,6 +7,7 @@ line for each kind of weight, or fails as the compiler does.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,20 +61,22 @@ def compile_launches() -> list[Any]:
     return found
 
 
-def compile_experts(found: list[Any]) -> bool:
+def compile_experts(found: list[Any], *, every: bool) -> bool:
     """Whether there is machine code, whose tiles of weights come to shared memory by themselves.
 
-    Of one token, with norms that are left to divide and without, and of as many as are grouped,
-    whose sum ends with a norm.
+    Of one token, with norms that are left to divide, and of as many as are grouped, whose sum ends
+    with a norm. ``every``: without norms too, and with nothing that follows the sum.
     """
     begin = len(found)
     x, router = torch.zeros(1, 512).bfloat16(), torch.zeros(16, 512).bfloat16()
     gate_up, down = (torch.zeros(16, *shape).bfloat16() for shape in ((1024, 512), (512, 512)))
     undivided = DeferredRMSNorm(x, torch.zeros(1, 128), 1e-5)
-    for given in (x, undivided):
+    one = []
+    for given in (x, undivided) if every else (undivided,):
         ids, weights = experts.route(given, router, None, Routing(8), None, None)
-        experts.run_experts(given, ids, weights, gate_up, down, "silu")
-    one = found[begin + 1 : begin + 3] + found[begin + 4 : begin + 6]
+        if every:
+            experts.run_experts(given, ids, weights, gate_up, down, "silu")
+            one += found[-2:]
     matrices = (ids, weights, gate_up, down, "silu")
     experts.run_experts_add(undivided, *matrices, x, x[0], 1e-5, 0.0)
     one += found[-2:]
@@ -86,10 +89,11 @@ def compile_experts(found: list[Any]) -> bool:
     return all(kernel.asm["cubin"] for kernel in found[begin:]) and all(loads)
 
 
-def compile_rank_sums(found: list[Any]) -> bool:
+def compile_rank_sums(found: list[Any], *, every: bool) -> bool:
     """Whether sums in each way, with and without a norm, and gathers become machine code.
 
-    Terms and words are written and read 16 bytes at a time. The next kernel is let go after the
+    ``every``: in all of them of few ranks and of many. Terms and words are written and read 16
+    bytes at a time. The next kernel is let go after the
     wait for the one before, and ahead of the first flag or word, which are seen at once.
     """
     made = True
@@ -97,6 +101,8 @@ def compile_rank_sums(found: list[Any]) -> bool:
         addresses = torch.zeros(size, dtype=torch.int64)
         memory = RankMemory(0, size, addresses, addresses.int(), 1 << 23)
         for way in ("words", "one shot", "two shots"):
+            if not every and (size, way) not in ((2, "words"), (2, "one shot"), (8, "two shots")):
+                continue
             rank_sums.layout.way_of = lambda nbytes, size, way=way: way
             x = torch.zeros(8, 4096).bfloat16()
             begin = len(found)
@@ -172,44 +178,50 @@ def compile_sampling(found: list[Any], choices: list[tuple[int, int, bool]]) -> 
 WAITS, LAUNCHES = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 
 
+MANY: dict[str, Callable[..., bool]] = {
+    "experts": compile_experts,
+    "rank_sums": compile_rank_sums,
+}
+
+
+def compile_weight(found: list[Any], name: str) -> bool:
+    """Whether the product and the numbers of a weight become machine code, by its reader's way."""
+    dtype = torch.float16 if name == "Q5_1" else torch.bfloat16
+    if name in FORMS:
+        form = FORMS[name]
+        shape = (64, 512 // form.file_block, form.file_bytes)
+        weight = group_weight(torch.zeros(shape, dtype=torch.uint8), name, dtype)
+    else:
+        weight = GroupWeight.quantized(torch.ones(64, 512, dtype=dtype), int(name[3:]), 64)
+    tile = weight.tile(2, False, GPU.of_capability(HOPPER))
+    assert tile is not None, "few rows have a kernel"
+    x = torch.zeros(2, 512, dtype=dtype)
+    reader = GroupReader.of(weight, native=True)
+    kernels.linear(x, reader, kernels.Activated.of(x, 64), tile)
+    groups.numbers(weight, dtype, torch.zeros(1, dtype=torch.int64))
+    product, numbers = found[-2:]
+    assert reader.ASM.value.split("\n")[1] in product.asm["ptx"]
+    return all(kernel.asm["cubin"] for kernel in (product, numbers))
+
+
 def main(names: list[str]) -> None:
     """Compile the products and the numbers of weights: block types, or bits such as "int4".
 
     "experts" are the kernels of a layer of experts for one token, "rank_sums" those of sums over
-    ranks, "row_codes" those of rows that are quantised where they are made, "sampling" those that
-    choose tokens, "few_tokens" the same of three.
+    ranks, "all_" before them more of their forms, "row_codes" those of rows that are quantised
+    where they are made, "sampling" those that choose tokens, "few_tokens" the same of three.
     """
     found = compile_launches()
     for name in names:
-        if name == "row_codes":
-            sys.stdout.write(f"{name} {compile_row_codes(found)}\n")
-            continue
-        if name == "experts":
-            sys.stdout.write(f"{name} {compile_experts(found)}\n")
-            continue
-        if name == "rank_sums":
-            sys.stdout.write(f"{name} {compile_rank_sums(found)}\n")
-            continue
-        if name in ("sampling", "few_tokens"):
-            choices = CHOICES if name == "sampling" else [(1, 3, True)]
-            sys.stdout.write(f"{name} {compile_sampling(found, choices)}\n")
-            continue
-        dtype = torch.float16 if name == "Q5_1" else torch.bfloat16
-        if name in FORMS:
-            form = FORMS[name]
-            shape = (64, 512 // form.file_block, form.file_bytes)
-            weight = group_weight(torch.zeros(shape, dtype=torch.uint8), name, dtype)
+        kind = name.removeprefix("all_")
+        if kind in MANY:
+            made = MANY[kind](found, every=kind != name)
+        elif name in ("sampling", "few_tokens"):
+            made = compile_sampling(found, CHOICES if name == "sampling" else [(1, 3, True)])
+        elif name == "row_codes":
+            made = compile_row_codes(found)
         else:
-            weight = GroupWeight.quantized(torch.ones(64, 512, dtype=dtype), int(name[3:]), 64)
-        tile = weight.tile(2, False, GPU.of_capability(HOPPER))
-        assert tile is not None, "few rows have a kernel"
-        x = torch.zeros(2, 512, dtype=dtype)
-        reader = GroupReader.of(weight, native=True)
-        kernels.linear(x, reader, kernels.Activated.of(x, 64), tile)
-        groups.numbers(weight, dtype, torch.zeros(1, dtype=torch.int64))
-        product, numbers = found[-2:]
-        assert reader.ASM.value.split("\n")[1] in product.asm["ptx"]
-        made = all(kernel.asm["cubin"] for kernel in (product, numbers))
+            made = compile_weight(found, name)
         sys.stdout.write(f"{name} {made}\n")
 
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kernel_cases import TOLERANCE
-from random_examples import FULL
 from torch import Tensor
 
 from engine_core.kernels import GroupWeight, gpu
@@ -474,20 +473,30 @@ def test_what_a_trial_allows_is_what_tests_allow() -> None:
     assert all(TOLERANCE[dtype] == allowed for dtype, allowed in gluon._TOLERANCE.items())
 
 
-@pytest.mark.slow
-def test_they_compile_for_a_hopper_gpu_that_is_not_there(tmp_path: Path) -> None:
-    """By a child, for here kernels are interpreted, and with registers enough for their loops.
+# Of each kernel the forms that differ most, each of which takes seconds.
+EACH_KIND = (
+    *("heads-48", "gated-bias", "segments-64", "codes-gated-1", "codes-stored-32"),
+    *("products-17", "products-parts-96", "held-gated-8"),
+)
+MORE_FORMS = (
+    *("8B", "0.5B", "heads-80", "heads-256", "quick-gelu-bias", "codes-gated-32"),
+    *("codes-added-64", "segments-80", "segments-64-long", "products-wide-32"),
+    *("products-wide-192", "held-added-8", "held-stored-16"),
+)
 
-    Of each kernel the forms that differ most; ``make soak`` has all, each of which takes seconds.
-    """
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "names",
+    [EACH_KIND, pytest.param(MORE_FORMS, marks=pytest.mark.long)],
+    ids=["each kind", "more forms"],
+)
+def test_they_compile_for_a_hopper_gpu_that_is_not_there(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
+    """By a child, for here kernels are interpreted, and with registers enough for their loops."""
     pytest.importorskip("triton", reason="triton is not installed")
     script = Path(__file__).with_name("compiled_gluon.py")
-    names = ["8B", "heads-80", "gated-bias", "segments-80"]
-    names += ["codes-gated-1", "codes-added-64", "codes-stored-32"]
-    names += ["products-parts-96", "products-wide-192", "held-gated-8", "held-stored-16"]
-    if FULL in os.environ:
-        names += ["0.5B", "heads-256", "quick-gelu-bias", "segments-64-long", "codes-gated-32"]
-        names += ["products-wide-32", "held-added-8"]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = forkserver.run(
         [sys.executable, str(script), *names],
@@ -497,7 +506,7 @@ def test_they_compile_for_a_hopper_gpu_that_is_not_there(tmp_path: Path) -> None
         check=False,
     )
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert [name for name, *_ in lines] == names, done.stderr
+    assert [name for name, *_ in lines] == list(names), done.stderr
     for name, shared, _, stack in lines:
         assert int(shared) <= 227 * 1024, name
         # A tile of results in it, and not in registers, would take 256 or 512 bytes.

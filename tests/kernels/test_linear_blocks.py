@@ -12,7 +12,6 @@ import pytest
 import torch
 from gguf_blocks import random_blocks
 from kernel_cases import TOLERANCE, error
-from random_examples import FULL
 from torch import Tensor
 
 from engine_core.kernels import DeferredRMSNorm, GroupWeight, linear
@@ -138,16 +137,21 @@ def test_chosen_kernels(type_name: str, rows: int) -> None:
 
 
 @pytest.mark.slow
-def test_they_compile_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
-    """One of each way to keep codes and scales, experts, sums over ranks, rows in codes, sampling.
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["int4", "Q4_K", "Q6_K", "experts", "rank_sums", "row_codes", "few_tokens"],
+        pytest.param(["Q5_1", "all_experts", "all_rank_sums", "sampling"], marks=pytest.mark.long),
+    ],
+    ids=["each kind", "more forms"],
+)
+def test_they_compile_for_a_gpu_that_is_not_there(names: list[str], tmp_path: Path) -> None:
+    """Ways to keep codes and scales, experts, sums over ranks, rows in codes, sampling.
 
-    By a child, for here kernels are interpreted.
+    By a child, for here kernels are interpreted. Each form of a kernel takes seconds.
     """
     pytest.importorskip("triton", reason="triton is not installed")
     script = Path(__file__).with_name("compiled_ahead.py")
-    names = ["int4", "Q5_1", "Q4_K", "Q6_K", "experts", "rank_sums", "row_codes", "sampling"]
-    if FULL in os.environ:
-        names.append("few_tokens")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
     done = forkserver.run(
