@@ -51,7 +51,7 @@ def test_few_rows_are_multiplied_exactly(rows: int) -> None:
     check("Q6_K", rows)
 
 
-@pytest.mark.parametrize("type_name", ["Q8_0", "Q6_K"])
+@pytest.mark.parametrize("type_name", ["Q8_0", pytest.param("Q6_K", marks=pytest.mark.long)])
 def test_a_cpu_without_such_instructions_multiplies_exactly(
     type_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -265,8 +265,11 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 0.01, torch.float16: 0.01}
         ("window", torch.float8_e4m3fn, torch.bfloat16),
         ("prefix", torch.float8_e4m3fn, torch.bfloat16),
         ("window-prefix", torch.int8, torch.float32),
-        ("alibi", torch.int8, torch.bfloat16),
-        ("softcap", torch.float8_e4m3fn, torch.float32),
+        ("alibi", torch.int8, torch.float32),
+        ("softcap", torch.float8_e4m3fn, torch.bfloat16),
+        # Each is a kernel that takes seconds to compile.
+        pytest.param("alibi", torch.int8, torch.bfloat16, marks=pytest.mark.long),
+        pytest.param("softcap", torch.float8_e4m3fn, torch.float32, marks=pytest.mark.long),
     ],
 )
 def test_attention(code: torch.dtype, name: str, dtype: torch.dtype) -> None:

@@ -19,7 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_cases import TOLERANCE, Paged, attend, error, make_paged
-from random_examples import FULL, examples
+from random_examples import examples
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -165,9 +165,8 @@ RAGGED = {
 }
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 # Small heads share code that is given their sizes; larger ones have code of their own.
-SHAPES = pytest.mark.parametrize(
-    "shape", [{"head_dim": 16, "v_head_dim": 12}, {"head_dim": 64, "v_head_dim": 48}], ids=str
-)
+SMALL, LARGE = {"head_dim": 16, "v_head_dim": 12}, {"head_dim": 64, "v_head_dim": 48}
+SHAPES = pytest.mark.parametrize("shape", [SMALL, LARGE], ids=str)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
@@ -198,18 +197,21 @@ def test_threads_share_rows_and_heads(
 
 # Queries of a KV head in one share, in two, and in so many that they are a loop.
 GROUPS = [(1, 5), (3, 3), (5, 7), (34, 2)]
-# Each is a kernel, which takes seconds to compile. How a number is read has nothing to do with one
-# share: rows of bfloat16 of two queries are below. "make soak" has all.
-OF_BFLOAT16 = GROUPS if FULL in os.environ else GROUPS[2:]
+# Each is a kernel, which takes seconds to compile. How a number is read has nothing to do with how
+# many queries there are.
+TOGETHER = [(*GROUPS[0], torch.float32), (*GROUPS[2], torch.bfloat16), (*GROUPS[3], torch.float32)]
+MORE_TOGETHER = [
+    (*group, dtype)
+    for group in GROUPS
+    for dtype in (torch.float32, torch.bfloat16)
+    if (*group, dtype) not in TOGETHER
+]
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize(
     ("group", "kv_heads", "dtype"),
-    [
-        *((*group, torch.float32) for group in GROUPS),
-        *((*group, torch.bfloat16) for group in OF_BFLOAT16),
-    ],
+    [*TOGETHER, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE_TOGETHER)],
 )
 def test_kv_heads_are_attended_together(
     group: int,
@@ -244,7 +246,9 @@ def test_code_does_not_grow_with_heads(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert max(few, many) < 2 * min(few, many)
 
 
-@SHAPES
+@pytest.mark.parametrize(
+    "shape", [SMALL, pytest.param(LARGE, marks=pytest.mark.long)], ids=["small", "large"]
+)
 def test_threads_share_rows_of_bfloat16(
     shape: dict[str, int], share_among: Callable[[int], None]
 ) -> None:

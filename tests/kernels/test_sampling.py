@@ -5,6 +5,7 @@ Rounding may turn a token; :func:`kernel_cases.check_sampling` says where.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import DTYPES, Sampling, check_sampling, make_sampling
-from random_examples import pairwise
+from random_examples import FULL, pairwise
 from torch import Tensor
 
 from engine_core.kernels import sample_tokens
@@ -21,7 +22,8 @@ from engine_core.kernels.sampling import Adjustments, SamplingState
 from engine_core.kernels.sampling.philox import uniform
 
 INF, NAN = float("inf"), float("nan")
-VOCABS = [1, 2, 7, 500, 1701]
+# The last is of several chunks, and of more tokens than are gathered; "make soak" has more of them.
+VOCABS = [1, 2, 7, 500, 1701] if FULL in os.environ else [1, 2, 500, 1101]
 
 
 Op = Callable[..., tuple[Tensor, Tensor]]
@@ -79,7 +81,7 @@ def test_before_kernels_are_compiled_pytorch_chooses_for_some_rows_at_a_time(
 @pytest.mark.parametrize("way", WAYS[:3])
 @pytest.mark.parametrize("adjusted", [False, True], ids=["plain", "adjusted"])
 def test_a_row_by_itself_chooses_the_same(op: Any, device: str, adjusted: bool) -> None:
-    batch = make_sampling(7, 1500, torch.bfloat16, seed=3, adjusted=adjusted)
+    batch = make_sampling(7, 1101, torch.bfloat16, seed=3, adjusted=adjusted)
     together, _ = batch.on(device).run(op)
     for place in range(7):
         if batch.positions[place] >= 0:
@@ -127,7 +129,7 @@ def test_the_random_numbers_are_those_of_philox(
 def test_of_equal_logits_those_of_the_lowest_ids_are_kept(
     op: Any, device: str, numbers: dict[str, float], kept: int
 ) -> None:
-    batch = of_equal_logits(6, 1000, **numbers)
+    batch = of_equal_logits(3, 1000, **numbers)
     drawn = uniform(batch.state.seeds, batch.positions + 1)
     tokens, _ = batch.on(device).run(op)
     assert tokens.tolist() == (drawn * kept).to(torch.int64).tolist()
@@ -139,7 +141,7 @@ def test_what_lies_just_below_the_kept_set_is_not_in_it(
     op: Any, device: str, dtype: torch.dtype
 ) -> None:
     """The first bound may fall between two neighbouring logits of 16 bits."""
-    batch = of_equal_logits(12, 600, top_k=3, temperature=0.77)
+    batch = of_equal_logits(7, 600, top_k=3, temperature=0.77)
     logits = torch.full_like(batch.logits, -20.0)
     logits[:, 100:103] = 10.0
     logits[:, 5:10] = 9.5625
