@@ -666,37 +666,24 @@ def captures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Captures:
     return Captures(tmp_path)
 
 
-def test_an_idle_engine_captures_what_may_be_needed(
+def test_an_idle_engine_captures_and_a_request_waits_for_one_at_most(
     run: Run, captures: Captures, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scene() -> None:
-        captures.open()
-        engine = await AsyncEngine.start(MODEL, captures.config)
-        # What the process logs comes while it is idle, too.
-        await until(lambda: "captured 4 more CUDA graphs while idle" in caplog.text)
-        assert captures.journal == ALL_CAPTURES
-        whole = await generate(engine, PROMPTS[2].input_ids, GREEDY)
-        assert whole.tokens == [PROMPTS[2].new_tokens]
-        await engine.close()
-
-    with caplog.at_level(logging.INFO, "engine_core"):
-        run(scene())
-
-
-def test_a_request_waits_for_one_capture_at_most(run: Run, captures: Captures) -> None:
     async def scene() -> None:
         engine = await AsyncEngine.start(MODEL, captures.config)
         await until(lambda: captures.journal == ["begin 0"])
         stream = await engine.add_request(PROMPTS[2].input_ids, GREEDY)
         captures.open()
         assert (await read(stream)).tokens == [PROMPTS[2].new_tokens]
-        await until(lambda: captures.journal[-1:] == ["end 3"])
+        # What the process logs comes while it is idle, too.
+        await until(lambda: "captured 4 more CUDA graphs while idle" in caplog.text)
         steps = captures.journal.count("step")
         assert steps >= 1
         assert captures.journal == ALL_CAPTURES[:2] + ["step"] * steps + ALL_CAPTURES[2:]
         await engine.close()
 
-    run(scene())
+    with caplog.at_level(logging.INFO, "engine_core"):
+        run(scene())
 
 
 def test_closing_waits_for_one_capture_at_most(run: Run, captures: Captures) -> None:
@@ -1075,7 +1062,13 @@ FAULTS: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize(("model", "values", "kind", "message"), FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize(
+    ("model", "values", "kind", "message"),
+    [
+        pytest.param(*fault, id=name, marks=[pytest.mark.long] if name == "length" else [])
+        for name, fault in FAULTS.items()
+    ],
+)
 def test_what_cannot_start_says_why_as_in_this_process(
     run: Run, model: str, values: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
@@ -1109,7 +1102,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("end", ["killed", "forgetful"])
+@pytest.mark.parametrize("end", ["killed", pytest.param("forgetful", marks=pytest.mark.long)])
 def test_the_process_ends_with_its_parent(tmp_path: Path, end: str) -> None:
     """Also when the parent is killed, or ends without a word. And the parent needs no torch."""
     script = tmp_path / "serve.py"

@@ -42,7 +42,10 @@ def same(a: list[tuple[int, float]], b: list[tuple[int, float]]) -> bool:
 # Grouped heads, ALiBi, soft caps beside windows, windows alone.
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("llama-gqa", "fp8"), ("bloom-6heads", "int8"), ("gemma2-caps", "fp8"), ("qwen2-swa", "int8")],
+    [
+        *(("llama-gqa", "fp8"), ("bloom-6heads", "int8"), ("gemma2-caps", "fp8")),
+        pytest.param("qwen2-swa", "int8", marks=pytest.mark.long),
+    ],
 )
 def test_tokens_do_not_depend_on_chunks_nor_on_cached_prefixes(name: str, dtype: str) -> None:
     """A chunk sees its own tokens as they are stored, as all later ones do."""

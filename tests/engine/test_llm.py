@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from golden_fixtures import GOLDEN, golden_prompts
+from random_examples import examples
 from serving import write_tiny_model
 
 from engine_core import LLM, EngineConfig, SamplingParams
@@ -400,14 +401,16 @@ def test_senseless_sampling_parameters_are_refused_by_name(values: dict) -> None
         SamplingParams(**values)
 
 
-def test_two_hundred_requests_give_what_each_gives_alone() -> None:
+def test_many_requests_give_what_each_gives_alone() -> None:
+    count = examples(200)
     generator = torch.Generator().manual_seed(0)
 
     def integer(low: int, high: int) -> int:
         return int(torch.randint(low, high, (), generator=generator))
 
     prompts = [
-        torch.randint(0, 320, (integer(1, 150),), generator=generator).tolist() for _ in range(200)
+        torch.randint(0, 320, (integer(1, 150),), generator=generator).tolist()
+        for _ in range(count)
     ]
     params = [
         SamplingParams(
@@ -417,9 +420,9 @@ def test_two_hundred_requests_give_what_each_gives_alone() -> None:
             max_tokens=integer(1, 30),
             ignore_eos=True,
         )
-        for index in range(200)
+        for index in range(count)
     ]
-    with LLM(MODEL, EngineConfig(skip_tokenizer_init=True, max_num_seqs=200)) as llm:
+    with LLM(MODEL, EngineConfig(skip_tokenizer_init=True, max_num_seqs=count)) as llm:
         together = tokens(llm.generate(prompts, params))
     config = EngineConfig(skip_tokenizer_init=True, max_num_seqs=1, enable_prefix_caching=False)
     with LLM(MODEL, config) as llm:

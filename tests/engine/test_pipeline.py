@@ -39,7 +39,14 @@ def network(name: str) -> torch.nn.Module:
 
 
 # Three layers on two stages, a tied head, layers of two kinds.
-@pytest.mark.parametrize("name", ["llama-gqa", "llama-tied-llama3", "gemma3-ropes"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Below with two ranks on each.
+        pytest.param("llama-gqa", marks=pytest.mark.long),
+        *("llama-tied-llama3", "gemma3-ropes"),
+    ],
+)
 def test_two_stages_give_the_tokens_of_the_original_code(
     name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -51,7 +58,9 @@ def test_two_stages_give_the_tokens_of_the_original_code(
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("name", ["llama-tied-llama3", "qwen2-gqa"])
+@pytest.mark.parametrize(
+    "name", ["llama-tied-llama3", pytest.param("qwen2-gqa", marks=pytest.mark.long)]
+)
 def test_stages_of_a_vocabulary_of_codes(name: str, tmp_path: Path) -> None:
     """An embedding of codes gives numbers for the stage after, and a tied head takes its codes."""
     file = tmp_path / "int8.safetensors"
@@ -68,17 +77,18 @@ def test_stages_of_a_vocabulary_of_codes(name: str, tmp_path: Path) -> None:
 
 def test_two_ranks_on_each_of_two_stages_give_them_too() -> None:
     prompts = golden_prompts("llama-gqa")
+    # First: what it compiles is there for all ranks.
+    one = config(pipeline_parallel_size=1)
+    with LLM(str(GOLDEN / "llama-gqa"), one) as llm:
+        alone = llm.generate(prompts[1].input_ids, SamplingParams(seed=3, max_tokens=9))
     with LLM(str(GOLDEN / "llama-gqa"), config(tensor_parallel_size=2)) as llm:
         outputs = llm.generate([prompt.input_ids for prompt in prompts], GREEDY)
         sampled = llm.generate(prompts[1].input_ids, SamplingParams(seed=3, max_tokens=9))
     assert [o.outputs[0].token_ids for o in outputs] == [p.new_tokens for p in prompts]
-    one = config(pipeline_parallel_size=1)
-    with LLM(str(GOLDEN / "llama-gqa"), one) as llm:
-        alone = llm.generate(prompts[1].input_ids, SamplingParams(seed=3, max_tokens=9))
     assert sampled[0].outputs[0].token_ids == alone[0].outputs[0].token_ids
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_stages_share_out_a_vocabulary_that_is_packed(smollm2_gguf: Path) -> None:
     """Of a file whose head is its embedding, in blocks."""
     prompts, tokens = [[504, 3575, 282], list(range(40, 90))], []

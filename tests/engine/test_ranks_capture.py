@@ -65,7 +65,13 @@ def check_tokens(llm: LLM, name: str = "llama-gqa", prompts: int | None = None) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "ranks"), [("llama-gqa", 2), ("qwen2-gqa", 2), ("llama-gqa", 4)])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("qwen2-gqa", 2),
+        *(pytest.param("llama-gqa", ranks, marks=pytest.mark.long) for ranks in (2, 4)),
+    ],
+)
 def test_ranks_replay_the_same_graphs_and_give_the_tokens(
     name: str, ranks: int, folder: Path
 ) -> None:
@@ -98,9 +104,11 @@ def ask_to_fail(folder: Path, *lines: str) -> None:
     ("rank", "kind", "memory"),
     [
         (0, "rehearse", "memory"),
-        (1, "rehearse", ""),
-        (0, "capture", ""),
-        (1, "capture", "memory"),
+        (1, "capture", ""),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in ((1, "rehearse", ""), (0, "capture", ""), (1, "capture", "memory"))
+        ),
     ],
 )
 def test_what_one_rank_cannot_capture_all_run_eagerly(
@@ -137,7 +145,7 @@ def test_the_rank_with_the_least_memory_decides_for_all(
     assert capfd.readouterr().err.count("-1 MiB of GPU memory are free") == 1
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_rank_that_fails_in_the_run_together_ends_all_with_its_cause(
     rank: int, folder: Path
 ) -> None:

@@ -76,7 +76,8 @@ def test_shared_memory_goes_by_value() -> None:
 
 
 @pytest.mark.slow
-def test_tokens_and_deaths(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dies", ["worker", pytest.param("engine", marks=pytest.mark.long)])
+def test_tokens_and_deaths(nodes: Nodes, monkeypatch: pytest.MonkeyPatch, dies: str) -> None:
     monkeypatch.setattr(async_engine, "_FIRST_DELAY", 0.05)
     config = EngineConfig(
         device="cpu",
@@ -89,7 +90,7 @@ def test_tokens_and_deaths(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> Non
 
     async def scene() -> None:
         engine = await AsyncEngine.start(
-            MODEL, config, replicas=2, max_restarts=3, replica_executor="ray"
+            MODEL, config, replicas=2, max_restarts=1, replica_executor="ray"
         )
         assert len(applications()) == 2
 
@@ -126,12 +127,14 @@ def test_tokens_and_deaths(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> Non
         # Each has a node of its own, which has one CPU.
         assert first.ppid() != second.ppid()
         where = nodes.cluster.head_node.node_ip_address
-        await lose(first, rf"\(pid {first.pid}\) on {where} \(node \w+\) ended by signal SIGKILL")
-        first, second = processes()
-        host = first.parent()
-        assert host is not None
-        await lose(host, "its worker process has died")
-        assert not first.is_running()
+        if dies == "engine":
+            named = rf"\(pid {first.pid}\) on {where} \(node \w+\)"
+            await lose(first, rf"{named} ended by signal SIGKILL")
+        else:
+            host = first.parent()
+            assert host is not None
+            await lose(host, "its worker process has died")
+            assert not first.is_running()
         first, second = processes()
         await engine.close()
         assert not first.is_running()

@@ -42,10 +42,17 @@ def check_all(llm: LLM) -> None:
         check_output(output, expected)
 
 
+DTYPES = [np.uint8, np.uint16, np.uint32, np.uint64, np.int8, np.int16, np.int32, np.float64]
+
+
 @pytest.mark.parametrize(
-    "dtype", [np.uint8, np.uint16, np.uint32, np.uint64, np.int8, np.int16, np.int32, np.float64]
+    ("dtype", "dims"),
+    [
+        pytest.param(dtype, (place + other) % 2, marks=[pytest.mark.long] * other)
+        for other in (0, 1)
+        for place, dtype in enumerate(DTYPES)
+    ],
 )
-@pytest.mark.parametrize("dims", [0, 1])
 def test_numbers_of_every_kind(dtype: type, dims: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def change(token_ids: Sequence[int], state: dict[str, Any]) -> None:
         state["unused"] = np.full([3] * dims, len(token_ids), dtype=dtype)

@@ -155,14 +155,14 @@ def everything() -> list[SamplingParams]:
 
 @pytest.fixture(scope="module")
 def alone() -> list[list[int]]:
-    """The result of each of :func:`everything` by itself for each short prompt."""
+    """The result of each of :func:`everything` by itself for every other short prompt."""
     with LLM(MODEL, skip_tokenizer_init=True, max_num_seqs=1, enable_prefix_caching=False) as llm:
         prompts, params = crossed()
         return [generated(llm, [p], q)[0] for p, q in zip(prompts, params, strict=True)]
 
 
 def crossed() -> tuple[list[list[int]], list[SamplingParams]]:
-    pairs = [(prompt, params) for prompt in SHORT for params in everything()]
+    pairs = [(prompt, params) for prompt in SHORT[::2] for params in everything()]
     return [prompt for prompt, _ in pairs], [params for _, params in pairs]
 
 

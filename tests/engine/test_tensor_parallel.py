@@ -12,6 +12,7 @@ from pathlib import Path
 import forkserver
 import pytest
 from golden_fixtures import GOLDEN, golden_prompts
+from random_examples import FULL
 
 from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.errors import EngineDeadError, OptionError, PluginLoadError, WeightsMismatchError
@@ -27,10 +28,17 @@ def config(**more: object) -> EngineConfig:
 
 # Grouped heads, biases everywhere, a tied head, and one key-value head for both ranks.
 @pytest.mark.parametrize(
-    "name", ["llama-gqa", "llama-bias-linear", "llama-tied-llama3", "llama-yarn"]
+    "name",
+    [
+        pytest.param("llama-gqa", marks=pytest.mark.long),
+        *("llama-bias-linear", "llama-tied-llama3", "llama-yarn"),
+    ],
 )
 def test_two_ranks_give_the_tokens_of_the_original_code(name: str) -> None:
     prompts = golden_prompts(name)
+    # First: what it compiles is there for both ranks.
+    with LLM(str(GOLDEN / name), config().replace(tensor_parallel_size=1)) as llm:
+        alone = llm.generate(prompts[1].input_ids, SamplingParams(seed=3, max_tokens=9))
     with LLM(str(GOLDEN / name), config(block_size=4, max_num_batched_tokens=256)) as llm:
         llm.warmup()
         for refused in (lambda: llm.apply_model(id), llm.engine.trace_layers):
@@ -39,8 +47,6 @@ def test_two_ranks_give_the_tokens_of_the_original_code(name: str) -> None:
         outputs = llm.generate([prompt.input_ids for prompt in prompts], GREEDY)
         sampled = llm.generate(prompts[1].input_ids, SamplingParams(seed=3, max_tokens=9))
     assert [o.outputs[0].token_ids for o in outputs] == [p.new_tokens for p in prompts]
-    with LLM(str(GOLDEN / name), config().replace(tensor_parallel_size=1)) as llm:
-        alone = llm.generate(prompts[1].input_ids, SamplingParams(seed=3, max_tokens=9))
     assert sampled[0].outputs[0].token_ids == alone[0].outputs[0].token_ids
     assert not multiprocessing.active_children()
 
@@ -88,9 +94,9 @@ def test_a_rank_that_dies_ends_the_request_with_the_cause(monkeypatch: pytest.Mo
 
 
 def test_ranks_end_quietly(capfd: pytest.CaptureFixture[str]) -> None:
-    """Try several times: whether gloo's threads hold up the end is a matter of luck."""
+    """``make soak`` tries often: whether gloo's threads hold up the end is a matter of luck."""
     prompt = golden_prompts("llama-gqa")[2].input_ids
-    for _ in range(5):
+    for _ in range(5 if FULL in os.environ else 1):
         with LLM(str(GOLDEN / "llama-gqa"), config()) as llm:
             ranks = multiprocessing.active_children()
             llm.generate(prompt, SamplingParams(max_tokens=2))
@@ -98,7 +104,7 @@ def test_ranks_end_quietly(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_rank_whose_neighbour_is_gone_ends_quietly(
     number: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,11 +118,16 @@ def test_a_rank_whose_neighbour_is_gone_ends_quietly(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("imported", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_custom_module_map_reaches_every_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imported: bool
 ) -> None:
-    """No environment variable, no fork: each process reads the file itself."""
-    monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", forkserver.spawn_afresh)
+    """No environment variable, no fork: each process reads the file itself.
+
+    Some have imported torch, and others nothing at all.
+    """
+    if not imported:
+        monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", forkserver.spawn_afresh)
     monkeypatch.setattr(rank_processes, "_why_not", lambda config: "this test wants new processes")
     prompt = golden_prompts("llama-gqa")[2]
     file = tmp_path / "my_family.py"

@@ -258,8 +258,13 @@ def test_a_stop_string_ends_a_guided_text(llm: LLM) -> None:
     assert completion.text.lstrip().startswith("{")
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("chunk", [64, 256])
+@pytest.mark.parametrize(
+    ("depth", "chunk"),
+    [
+        *((2, 64), (0, 256)),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((0, 64), (2, 256))),
+    ],
+)
 def test_preemption_chunks_and_steps_in_flight_do_not_show(
     tokenizer: str, depth: int, chunk: int, alone: list[list[tuple[list[int], str]]]
 ) -> None:

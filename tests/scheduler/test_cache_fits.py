@@ -115,7 +115,9 @@ def test_so_many_sequences_fit(length: int, least: int) -> None:
 
 # Of all tokens of prompts, those found in the cache. Where every group had blocks of its own they
 # were 0.8822 and 0.1635.
-@pytest.mark.parametrize(("added", "hit_rate"), [(500, 0.8822), (2500, 0.8066)])
+@pytest.mark.parametrize(
+    ("added", "hit_rate"), [pytest.param(500, 0.8822, marks=pytest.mark.long), (2500, 0.8066)]
+)
 def test_fifty_conversations_find_their_beginnings(added: int, hit_rate: float) -> None:
     sched = scheduler(plan(GEMMA, 32_768))
     system = [token % 1000 for token in range(1500)]
