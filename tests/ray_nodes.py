@@ -51,6 +51,7 @@ class Nodes:
 def two_nodes(**second: Any) -> Iterator[Nodes]:
     """A cluster until the end of the ``with`` block; ``second`` are settings of its second node."""
     import ray
+    from ray._private import auto_init_hook
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={**_NODE, "include_dashboard": False})
@@ -59,5 +60,8 @@ def two_nodes(**second: Any) -> Iterator[Nodes]:
         nodes.nodes.append(cluster.add_node(**_NODE, **second))
         yield nodes
     finally:
+        # A thread of Serve's that hears late of a change would connect again, and a cluster that
+        # this process is connected to cannot be ended.
+        auto_init_hook.enable_auto_connect = False
         ray.shutdown()
         cluster.shutdown()

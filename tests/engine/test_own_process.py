@@ -97,7 +97,7 @@ from engine_core import LLM
     [
         ("later", {}, "200"),
         # What the library itself takes for these.
-        ("later", {"OMP_WAIT_POLICY": "passive"}, "0"),
+        pytest.param("later", {"OMP_WAIT_POLICY": "passive"}, "0", marks=pytest.mark.long),
         ("first", {}, "300000"),
     ],
     ids=["default", "policy", "too-late"],

@@ -155,7 +155,7 @@ def run(layers: list[DecoderLayer], rows: int, x: Any = None) -> Tensor:
 def quick_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of bfloat16 as a matrix unit's: summed up in float32, and rounded once.
 
-    Torch itself takes a second for one of these on a CPU that has no instructions for bfloat16.
+    Torch itself takes five times as long on a CPU that has no instructions for bfloat16.
     """
     plain = nn.functional.linear
 
