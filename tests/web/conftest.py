@@ -82,14 +82,8 @@ class FakeServer:
     """The page's files, /v1/models and /v1/chat/completions, on a port of this machine."""
 
     def __init__(self) -> None:
-        self.models = ["tiny"]
-        self.modalities: list[str] | None = None
-        self.api_key: str | None = None
-        self.replies: deque[Answer | Refusal] = deque()
-        self.received: list[Received] = []
         self.go = threading.Event()
-        self.client_gone = threading.Event()
-        self.unexpected: list[BaseException] = []
+        self.reset()
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -113,6 +107,8 @@ class FakeServer:
                 self.send_response(200)
                 self.send_header("Content-Type", TYPES[file.suffix])
                 self.send_header("Content-Security-Policy", POLICY)
+                # The next test's page is of the same files.
+                self.send_header("Cache-Control", "max-age=3600")
                 self.end_headers()
                 self.wfile.write(file.read_bytes())
 
@@ -120,6 +116,7 @@ class FakeServer:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 if not self._is_authorized():
                     return
+                client_gone = fake.client_gone
                 fake.received.append(Received(body, self.headers["Authorization"]))
                 reply = fake.replies.popleft() if fake.replies else Answer()
                 try:
@@ -130,7 +127,7 @@ class FakeServer:
                     else:
                         self._stream(reply)
                 except ConnectionError:
-                    fake.client_gone.set()
+                    client_gone.set()
 
             def _is_authorized(self) -> bool:
                 wanted = fake.api_key
@@ -177,7 +174,8 @@ class FakeServer:
             def _hold(self) -> None:
                 """Wait for the test, or for the client to close the connection."""
                 deadline = time.monotonic() + 120
-                while not fake.go.is_set():
+                go = fake.go
+                while not go.is_set():
                     readable, _, _ = select.select([self.connection], [], [], 0.02)
                     if readable and not self.connection.recv(1, socket.MSG_PEEK):
                         raise ConnectionResetError
@@ -199,6 +197,18 @@ class FakeServer:
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,))
         self._thread.start()
 
+    def reset(self) -> None:
+        """Forget what a test wanted and saw; what it held goes on."""
+        self.go.set()
+        self.models = ["tiny"]
+        self.modalities: list[str] | None = None
+        self.api_key: str | None = None
+        self.replies: deque[Answer | Refusal] = deque()
+        self.received: list[Received] = []
+        self.go = threading.Event()
+        self.client_gone = threading.Event()
+        self.unexpected: list[BaseException] = []
+
     @property
     def last(self) -> dict[str, Any]:
         """The body of the last request for an answer."""
@@ -219,12 +229,25 @@ class FakeServer:
         self._thread.join()
 
 
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
+@pytest.fixture(scope="module")
+def shared_server() -> Iterator[FakeServer]:
     server = FakeServer()
     yield server
     server.close()
-    assert not server.unexpected
+
+
+@pytest.fixture
+def server(shared_server: FakeServer) -> FakeServer:
+    shared_server.reset()
+    return shared_server
+
+
+@pytest.fixture
+def lost_server() -> Iterator[FakeServer]:
+    """One of its own for a test that closes it."""
+    server = FakeServer()
+    yield server
+    server.close()
 
 
 def _chromium() -> str:
@@ -278,9 +301,17 @@ class Watch:
     expected: tuple[str, ...] = ()
 
     def attach(self, page: Page) -> None:
-        page.on("pageerror", lambda error: self.problems.append(f"exception: {error}"))
+        page.on("pageerror", self._error)
         page.on("console", self._console)
         page.on("request", self._request)
+
+    def detach(self, page: Page) -> None:
+        page.remove_listener("pageerror", self._error)
+        page.remove_listener("console", self._console)
+        page.remove_listener("request", self._request)
+
+    def _error(self, error: object) -> None:
+        self.problems.append(f"exception: {error}")
 
     def _console(self, message: Any) -> None:
         if message.type in ("error", "warning"):
@@ -301,21 +332,78 @@ class Watch:
 OpenPage = Callable[..., "Page"]
 
 
+class KeptPage:
+    """A page that one test leaves to the next: a new one starts a process of the browser."""
+
+    def __init__(self, browser: Browser) -> None:
+        self._browser = browser
+        self._page: Page | None = None
+
+    def take(self) -> Page:
+        """The page, which shows nothing and has nothing stored."""
+        if self._page is None:
+            context = self._browser.new_context()
+            context.set_default_timeout(TIMEOUT_MS)
+            self._page = context.new_page()
+        page, self._page = self._page, None
+        return page
+
+    def leave(self, page: Page, origin: str) -> None:
+        """Take it back, without what a test has stored for an origin and other pages.
+
+        One that a failed test left busy is closed instead.
+        """
+        from playwright.sync_api import Error
+
+        try:
+            self._tidy(page, origin)
+        except Error:
+            page.context.close()
+        else:
+            self._page = page
+
+    def _tidy(self, page: Page, origin: str) -> None:
+        context = page.context
+        for other in context.pages:
+            if other is not page:
+                other.close()
+        page.goto(origin + "icon.svg")  # which stores nothing itself
+        page.evaluate("sessionStorage.clear()")
+        page.goto("about:blank")
+        devtools = context.new_cdp_session(page)
+        everything = {"origin": origin.rstrip("/"), "storageTypes": "all"}
+        devtools.send("Storage.clearDataForOrigin", everything)
+        devtools.detach()
+        page.mouse.move(0, 0)
+
+
+@pytest.fixture(scope="module")
+def kept_page(browser: Browser) -> KeptPage:
+    return KeptPage(browser)
+
+
 @pytest.fixture
-def open_page(browser: Browser) -> Iterator[OpenPage]:
-    """Opens a page at an address, in a browser profile of its own, and watches what it does.
+def open_page(
+    browser: Browser, kept_page: KeptPage, shared_server: FakeServer
+) -> Iterator[OpenPage]:
+    """Opens a page at an address, with nothing stored, and watches what it does.
 
     Keyword arguments go to Playwright's ``new_context``. A page that logs an error or a warning, or
     asks another origin for anything, fails its test, but for what ``page.expected`` names.
     """
     opened: list[tuple[BrowserContext, Watch]] = []
+    kept: list[tuple[Page, Watch]] = []
 
     def open_(url: str, *, expected: tuple[str, ...] = (), **options: Any) -> Page:
-        context = browser.new_context(**options)
-        context.set_default_timeout(TIMEOUT_MS)
         watch = Watch(url, expected=expected)
-        opened.append((context, watch))
-        page = context.new_page()
+        if not options and not kept and url == shared_server.url:
+            page = kept_page.take()
+            kept.append((page, watch))
+        else:
+            context = browser.new_context(**options)
+            context.set_default_timeout(TIMEOUT_MS)
+            opened.append((context, watch))
+            page = context.new_page()
         watch.attach(page)
         page.goto(url)
         return page
@@ -323,8 +411,12 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
     yield open_
     for context, _ in opened:
         context.close()
-    for _, watch in opened:
+    for page, watch in kept:
+        watch.detach(page)
+        kept_page.leave(page, shared_server.url)
+    for _, watch in (*opened, *kept):
         assert watch.unexpected() == []
+    assert not shared_server.unexpected
 
 
 @pytest.fixture

@@ -5,17 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import forkserver
 import pytest
 from page_actions import answers, ask, ask_and_wait, expect, in_answer
+from serving import ServerProcess, write_tiny_model
 from slow_llama import OPTIONS as SLOW
 
 if TYPE_CHECKING:
@@ -326,26 +324,26 @@ def test_an_edit_that_is_refused_is_still_there(server, open_page, answer_type, 
     expect(page.locator(".bubble")).to_have_text("One")
 
 
-@pytest.mark.parametrize(
-    ("status", "body", "shown"),
-    [
-        (400, {"error": {"message": "top_k is -7; it must be at least -1."}}, "top_k is -7"),
-        (422, {"detail": [{"msg": "Field required"}]}, "Field required"),
-        (429, {"error": {"message": "The queue is full."}}, "The queue is full."),
-        (500, b"<html>it broke</html>", "The server answered 500 Internal Server Error."),
-        (503, b"", "The server answered 503 Service Unavailable."),
-    ],
-)
-def test_a_refusal_is_shown_and_nothing_is_lost(
-    server, open_page, refusal_type, status, body, shown
-):
-    page = open_page(server.url, expected=(f"status of {status}",))
-    server.replies.append(refusal_type(status, body))
-    ask(page, "  A long\nquestion")
-    alert = page.get_by_role("alert").filter(has_text=shown)
-    expect(alert).to_be_visible()
-    expect(page.locator("#prompt")).to_have_value("  A long\nquestion")
-    expect(page.locator(".message")).to_have_count(0)
+REFUSALS = [
+    (400, {"error": {"message": "top_k is -7; it must be at least -1."}}, "top_k is -7"),
+    (422, {"detail": [{"msg": "Field required"}]}, "Field required"),
+    (429, {"error": {"message": "The queue is full."}}, "The queue is full."),
+    (500, b"<html>it broke</html>", "The server answered 500 Internal Server Error."),
+    (503, b"", "The server answered 503 Service Unavailable."),
+]
+
+
+def test_a_refusal_is_shown_and_nothing_is_lost(server, open_page, refusal_type):
+    statuses = [f"status of {status}" for status, _, _ in REFUSALS]
+    page = open_page(server.url, expected=tuple(statuses))
+    page.fill("#prompt", "  A long\nquestion")
+    for status, body, shown in REFUSALS:
+        server.replies.append(refusal_type(status, body))
+        page.locator("#prompt").press("Enter")
+        alert = page.get_by_role("alert").filter(has_text=shown)
+        expect(alert).to_be_visible()
+        expect(page.locator("#prompt")).to_have_value("  A long\nquestion")
+        expect(page.locator(".message")).to_have_count(0)
     page.reload()
     expect(page.locator("#prompt")).to_have_value("  A long\nquestion")
     page.locator("#prompt").press("Enter")
@@ -353,7 +351,8 @@ def test_a_refusal_is_shown_and_nothing_is_lost(
     expect(page.locator("#alert")).to_be_hidden()
 
 
-def test_a_server_that_is_gone_is_an_error_and_nothing_is_lost(server, open_page):
+def test_a_server_that_is_gone_is_an_error_and_nothing_is_lost(lost_server, open_page):
+    server = lost_server
     # A connection that the browser opened ahead, and nobody accepted, is reset.
     page = open_page(server.url, expected=("ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET"))
     expect(page.locator("#model-name")).to_have_text("tiny")
@@ -363,24 +362,24 @@ def test_a_server_that_is_gone_is_an_error_and_nothing_is_lost(server, open_page
     expect(page.locator("#prompt")).to_have_value("Still there?")
 
 
-@pytest.mark.parametrize(
-    ("ending", "shown"),
-    [
-        ({"error": "The engine process died."}, "The engine process died."),
-        ({"finish_reason": None}, "The connection closed before the answer was complete."),
-        ({"raw": b"data: {broken\n\n"}, "The server sent a chunk that is not JSON."),
-    ],
-)
-def test_an_answer_that_breaks_off_is_kept(server, page, answer_type, ending, shown):
-    server.replies.append(answer_type(content=["The beginning"], **ending))
-    ask_and_wait(page, "Tell me")
-    expect(page.locator(".note.error")).to_have_text(shown)
-    expect(page.locator(".prose")).to_have_text("The beginning")
-    page.reload()
-    expect(page.locator(".note.error")).to_have_text(shown)
-    page.get_by_role("button", name="Regenerate this answer").click()
-    expect(page.locator(".prose")).to_have_text("Hello there.")
-    expect(page.locator(".note")).to_be_hidden()
+ENDINGS = [
+    ({"error": "The engine process died."}, "The engine process died."),
+    ({"finish_reason": None}, "The connection closed before the answer was complete."),
+    ({"raw": b"data: {broken\n\n"}, "The server sent a chunk that is not JSON."),
+]
+
+
+def test_an_answer_that_breaks_off_is_kept(server, page, answer_type):
+    for number, (ending, shown) in enumerate(ENDINGS, 1):
+        server.replies.append(answer_type(content=["The beginning"], **ending))
+        ask_and_wait(page, "Tell me")
+        expect(page.locator(".note.error")).to_have_text(shown)
+        expect(page.locator(".prose").last).to_have_text("The beginning")
+        page.reload()
+        expect(page.locator(".note.error")).to_have_text(shown)
+        page.get_by_role("button", name="Regenerate this answer").last.click()
+        expect(page.locator(".prose")).to_have_text(["Hello there."] * number)
+        expect(page.locator(".note").locator("visible=true")).to_have_count(0)
 
 
 def test_a_key_is_asked_for_when_the_server_wants_one(server, open_page):
@@ -715,24 +714,30 @@ def test_markdown_in_pieces_is_the_same_as_whole(page):
     assert "<table>" in page.evaluate(STREAMED_JS, [DOCUMENTS[3], []])[0]
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        ">" * 20_000 + " deep",
-        "[" * 20_000 + "deep",
-        "- " * 5_000 + "deep",
-        "*_" * 10_000 + "deep",
-        "```" * 999 + "deep",
-        "|" * 5_000 + "\n" + "|-" * 5_000 + "\ndeep",
-        "\\(" + "{" * 900 + "\\)" + "\\(" * 3_000 + "\\[\n" * 3_000 + "*_$$" * 1_000 + "deep",
-    ],
-    ids=["quotes", "brackets", "lists", "emphasis", "fences", "table", "formulas"],
-)
-def test_malformed_markdown_neither_breaks_nor_blocks_the_page(server, page, answer_type, document):
-    pieces = [document[at : at + 1000] for at in range(0, len(document), 1000)]
-    server.replies.append(answer_type(content=pieces))
-    ask_and_wait(page, "Go")
-    expect(page.locator(".prose")).to_contain_text("deep")
+MALFORMED = {
+    "quotes": ">" * 20_000 + " deep",
+    "brackets": "[" * 20_000 + "deep",
+    "lists": "- " * 5_000 + "deep",
+    "emphasis": "*_" * 10_000 + "deep",
+    "fences": "```" * 999 + "deep",
+    "table": "|" * 5_000 + "\n" + "|-" * 5_000 + "\ndeep",
+    "formulas": "\\("
+    + "{" * 900
+    + "\\)"
+    + "\\(" * 3_000
+    + "\\[\n" * 3_000
+    + "*_$$" * 1_000
+    + "deep",
+}
+
+
+def test_malformed_markdown_neither_breaks_nor_blocks_the_page(server, page, answer_type):
+    for name, document in MALFORMED.items():
+        pieces = [document[at : at + 1000] for at in range(0, len(document), 1000)]
+        server.replies.append(answer_type(content=pieces))
+        ask_and_wait(page, f"Go: {name}")
+        expect(page.locator(".prose")).to_contain_text("deep")
+        page.get_by_role("button", name="New conversation", exact=True).first.click()
     ask_and_wait(page, "Still there?")
 
 
@@ -1195,51 +1200,18 @@ def fetch(url: str, body: object = None) -> bytes:
         return response.read()
 
 
-def address_in(log: str) -> str:
-    found = re.search(r"listening on (http://\S+)", log)
-    return found[1] + "/" if found else ""
-
-
-def is_ready(address: str) -> bool:
-    if not address:
-        return False
-    try:
-        fetch(address + "health/ready")
-    except urllib.error.HTTPError as error:
-        error.close()
-        return False
-    return True
-
-
 @pytest.fixture
-def smollm2_server(browser: object, smollm2_gguf: Path, tmp_path: Path) -> Iterator[str]:
-    """``engine-core serve`` with SmolLM2; asks for ``browser`` so as not to start in vain."""
-    command = [
-        *(sys.executable, "-m", "engine_core.cli", "serve", str(smollm2_gguf)),
-        *("--port", "0", "--served-model-name", "smol", "--max-model-len", "512"),
-        *SLOW,
-    ]
-    log = tmp_path / "server.log"
-    with (
-        log.open("wb") as output,
-        forkserver.Popen(command, stdout=output, stderr=output) as server,
-    ):
-        try:
-            deadline = time.monotonic() + 120
-            while not is_ready(address_in(log.read_text())):
-                assert server.poll() is None, log.read_text()
-                assert time.monotonic() < deadline, log.read_text()
-                time.sleep(0.1)
-            yield address_in(log.read_text())
-        finally:
-            server.terminate()
-            server.wait(timeout=60)
+def real_server(browser: object, tmp_path: Path) -> Iterator[str]:
+    """``engine-core serve`` with a tiny model; asks for ``browser`` so as not to start in vain."""
+    options = ("--served-model-name", "tiny", "--max-model-len", "512", *SLOW)
+    with ServerProcess(write_tiny_model(tmp_path / "tiny"), *options) as server:
+        yield server.wait_ready().url + "/"
 
 
-def test_with_the_real_server(smollm2_server, open_page):
-    url = smollm2_server
+def test_with_the_real_server(real_server, open_page):
+    url = real_server
     page = open_page(url, expected=("status of 400",))
-    expect(page.locator("#model-name")).to_have_text("smol")
+    expect(page.locator("#model-name")).to_have_text("tiny")
     show_settings(page, system="Answer briefly.", temperature="0", max_tokens="30")
     ask_and_wait(page, "What is the capital of France?")
     expect(page.locator(".stats")).to_contain_text(re.compile(r"\d+ tokens · [\d.]+ tokens/s"))
@@ -1248,7 +1220,7 @@ def test_with_the_real_server(smollm2_server, open_page):
     [conversation] = json.loads(download.value.path().read_text("utf-8"))["conversations"]
     shown = conversation["messages"][1]
     body = {
-        "model": "smol",
+        "model": "tiny",
         "messages": [
             {"role": "system", "content": "Answer briefly."},
             {"role": "user", "content": "What is the capital of France?"},
