@@ -92,11 +92,12 @@ soak: $(VENV)/.test ## Ten minutes of random load on an engine and a server, the
 	ENGINE_CORE_SOAK_SECONDS=600 $(BIN)/pytest -s tests/soak/test_server_soak.py & server=$$!; \
 	ENGINE_CORE_SOAK_SECONDS=300 $(BIN)/pytest -s tests/soak/test_engine_soak.py; wait $$server
 	OMP_NUM_THREADS=1 ENGINE_CORE_TEST_SCHEMA_EXAMPLES=2000 $(BIN)/pytest tests/server/test_schema.py
+	OMP_NUM_THREADS=1 ENGINE_CORE_TEST_SCHEMA_EXAMPLES=200 $(BIN)/pytest tests/server/test_embeddings.py
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/fallback_table.py
 	ENGINE_CORE_TEST_FULL=1 $(PYTEST) -m long
 	ENGINE_CORE_TEST_FULL=1 $(PYTEST) -m hypothesis
 	ENGINE_CORE_TEST_FULL=1 $(PYTEST) -m 'not hypothesis' tests/kernels
-	ENGINE_CORE_TEST_FULL=1 $(PYTEST) tests/fuzz tests/cli/test_new_plugin.py
+	ENGINE_CORE_TEST_FULL=1 $(PYTEST) tests/fuzz tests/cli/test_new_plugin.py tests/server/test_api_attacks.py
 	ENGINE_CORE_TEST_FULL=1 $(PYTEST) tests/soak/test_ray_soak.py
 	OMP_NUM_THREADS=1 ENGINE_CORE_TEST_FULL=1 $(BIN)/pytest -s tests/soak/test_ray_replicas_soak.py
 

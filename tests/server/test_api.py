@@ -815,9 +815,9 @@ def test_requests_together_are_the_same_as_alone(client: openai.OpenAI) -> None:
         )
         return answer.choices[0].text
 
-    alone = [ask(index) for index in range(40)]
-    with ThreadPoolExecutor(40) as pool:
-        assert list(pool.map(ask, range(40))) == alone
+    alone = [ask(index) for index in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(ask, range(16))) == alone
 
 
 def test_the_page_and_its_headers(server: ServerProcess) -> None:

@@ -192,10 +192,11 @@ def processes(server: ServerProcess) -> list[psutil.Process]:
 
 
 def test_nobody_notices(attacked: ServerProcess) -> None:
-    before = {process.pid for process in processes(attacked)}
     with Healthy(attacked) as healthy:
-        healthy.wait_for(3)
+        healthy.wait_for(2)
         usual = healthy.gap
+        assert ask(attacked, regex("a")).status_code == 200  # what compiles is there from here on
+        before = {process.pid for process in processes(attacked)}
         for name, (guided, limit) in ATTACKS.items():
             healthy.gap = 0.0
             response = ask(attacked, guided)

@@ -48,7 +48,7 @@ def test_requests_in_flight_end_and_new_ones_are_refused(tiny_model: Path) -> No
         assert int(loading.headers["retry-after"]) > 0
         assert httpx.get(f"{server.url}/health/live", timeout=60).json() == {"status": "loading"}
         server.wait_ready()
-        streams = [pool.submit(_stream, server, max_tokens=200) for _ in range(3)]
+        streams = [pool.submit(_stream, server, max_tokens=60) for _ in range(3)]
         server.wait_for("engine_core_requests_running", 3)
         server.terminate()
         assert _wait_until_not_ready(server).json()["error"]["code"] == "draining"
@@ -200,7 +200,6 @@ def test_what_cannot_start_says_why(tiny_model: Path, tmp_path: Path) -> None:
     for option, values, why in (
         ("--served-model-name", ("",), "empty"),
         ("--served-model-name", ("tiny", "other", "tiny"), "'tiny' is given twice"),
-        ("--allow-origin", ("https://a.example/x",), "no path"),
         ("--allow-origin", ("https://a.example/",), "no path"),
         ("--allow-origin", ("a.example",), "a scheme and a host"),
         ("--allow-origin", ("https://a.example:443",), "the port unless it is the scheme's own"),

@@ -18,16 +18,24 @@ from serving import write_tiny_model
 from engine_core import EngineConfig, SamplingParams
 from engine_core.engine import Engine
 
-SECONDS = float(os.environ.get("ENGINE_CORE_SOAK_SECONDS", "4"))
+SECONDS = float(os.environ.get("ENGINE_CORE_SOAK_SECONDS", "2"))
 # What the allocator and caches that fill up may add between two samples of memory.
 ALLOWED_GROWTH = 32 * 2**20
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def jobs(model: Path) -> list[Job]:
+    return known_jobs(model, 24, seed=7)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("swap_space", [0, 2**20], ids=["recompute", "swap"])
-def test_tokens_blocks_and_memory(tmp_path: Path, swap_space: int) -> None:
-    model = write_tiny_model(tmp_path / "tiny")
-    jobs = known_jobs(model, 60, seed=7)
+def test_tokens_blocks_and_memory(model: Path, jobs: list[Job], swap_space: int) -> None:
     config = EngineConfig(
         max_num_seqs=12,
         max_num_batched_tokens=96,
