@@ -18,6 +18,7 @@ from serving import write_tiny_model
 from engine_core import EngineConfig, SamplingParams
 from engine_core.engine import Engine
 
+REQUESTS = 60 if "ENGINE_CORE_SOAK_SECONDS" in os.environ else 24
 SECONDS = float(os.environ.get("ENGINE_CORE_SOAK_SECONDS", "2"))
 # What the allocator and caches that fill up may add between two samples of memory.
 ALLOWED_GROWTH = 32 * 2**20
@@ -30,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def jobs(model: Path) -> list[Job]:
-    return known_jobs(model, 24, seed=7)
+    return known_jobs(model, REQUESTS, seed=7)
 
 
 @pytest.mark.slow

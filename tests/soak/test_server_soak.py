@@ -20,6 +20,7 @@ import pytest
 from random_requests import Job, answered, known_jobs
 from serving import ServerProcess, write_tiny_model
 
+REQUESTS = 60 if "ENGINE_CORE_SOAK_SECONDS" in os.environ else 24
 SECONDS = float(os.environ.get("ENGINE_CORE_SOAK_SECONDS", "4"))
 CLIENTS = 24
 # What the allocators of both processes may add between two samples of memory.
@@ -71,7 +72,7 @@ async def one_request(client: httpx.AsyncClient, job: Job, draw: random.Random) 
 @pytest.mark.slow
 def test_tokens_blocks_and_memory(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "tiny")
-    jobs = known_jobs(model, 24, seed=5)
+    jobs = known_jobs(model, REQUESTS, seed=5)
     options = ["--served-model-name", "tiny", "--max-num-seqs", "12", "--max-model-len", "512"]
     options += ["--kv-cache-memory", "768KiB", "--max-num-batched-tokens", "96"]
     outcomes: Counter[str] = Counter()
