@@ -44,14 +44,14 @@ def before_call(context: HookContext, case: Case, kwargs: dict[str, Any]) -> Non
         body["logit_bias"] = {str(int(token) % VOCABULARY): value for token, value in bias}
     for name in ("min_tokens", "max_tokens", "max_completion_tokens", "max_output_tokens"):
         if isinstance(body.get(name), int | float):
-            body[name] = min(body[name], 8)
+            body[name] = min(body[name], 4)
     body.pop("previous_response_id", None)
     if isinstance(body.get("timeout"), int | float):
         body["timeout"] = max(60, body["timeout"])
     if "messages" in body and not body.get("max_tokens") and "/chat/" in case.path:
-        body["max_tokens"] = body.get("max_completion_tokens") or 8
+        body["max_tokens"] = body.get("max_completion_tokens") or 4
     if "/responses" in case.path and not body.get("max_output_tokens"):
-        body["max_output_tokens"] = 8
+        body["max_output_tokens"] = 4
 
 
 @schemathesis.check
