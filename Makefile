@@ -90,7 +90,7 @@ unit: $(VENV)/.test models browser ## Run the tests; ARGS goes to pytest.
 soak: $(VENV)/.test ## Ten minutes of random load on an engine and a server, then every random example and damaged file.
 	export OMP_NUM_THREADS=1; \
 	ENGINE_CORE_SOAK_SECONDS=600 $(BIN)/pytest -s tests/soak/test_server_soak.py & server=$$!; \
-	ENGINE_CORE_SOAK_SECONDS=300 $(BIN)/pytest -s tests/soak/test_engine_soak.py; wait $$server
+	ENGINE_CORE_TEST_FULL=1 ENGINE_CORE_SOAK_SECONDS=300 $(BIN)/pytest -s tests/soak/test_engine_soak.py; wait $$server
 	OMP_NUM_THREADS=1 ENGINE_CORE_TEST_SCHEMA_EXAMPLES=2000 $(BIN)/pytest tests/server/test_schema.py
 	OMP_NUM_THREADS=1 ENGINE_CORE_TEST_SCHEMA_EXAMPLES=200 $(BIN)/pytest tests/server/test_embeddings.py
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/fallback_table.py

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
             ("first", "gaps"),
             "internvl2_5_8b",
             {"Milliseconds to": 1, "Gaps between": 4},
-            marks=pytest.mark.slow,
+            marks=(pytest.mark.slow, pytest.mark.long),
         ),
     ],
 )

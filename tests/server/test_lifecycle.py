@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -17,6 +18,9 @@ import httpx
 import pytest
 from serving import ServerProcess
 from slow_llama import OPTIONS as SLOW
+
+from engine_core.errors import ConfigError
+from engine_core.server.settings import ServerSettings
 
 pytestmark = pytest.mark.slow
 
@@ -198,16 +202,27 @@ def test_what_cannot_start_says_why(tiny_model: Path, tmp_path: Path) -> None:
     code, said = _run("serve", model, "--drain-timeout", "-1")
     assert (code, "--drain-timeout" in said) == (2, True)
     for option, values, why in (
-        ("--served-model-name", ("",), "empty"),
         ("--served-model-name", ("tiny", "other", "tiny"), "'tiny' is given twice"),
-        ("--allow-origin", ("https://a.example/",), "no path"),
-        ("--allow-origin", ("a.example",), "a scheme and a host"),
-        ("--allow-origin", ("https://a.example:443",), "the port unless it is the scheme's own"),
         ("--allow-origin", ("http://b.example:3000", "https://A.example"), "'https://a.example'"),
     ):
         code, said = _run("serve", model, *(word for value in values for word in (option, value)))
         said = " ".join(said.split())
         assert (code, option in said, why in said) == (2, True, True), said
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("served_model_name", "", "a name that is empty"),
+        ("allow_origin", "https://a.example/x", "no path"),
+        ("allow_origin", "https://a.example/", "no path"),
+        ("allow_origin", "a.example", "a scheme and a host"),
+        ("allow_origin", "https://a.example:443", "the port unless it is the scheme's own"),
+    ],
+)
+def test_names_and_origins_that_nobody_sends_are_refused(name: str, value: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: .*{why}.*got .*{re.escape(value)}"):
+        ServerSettings(**{name: (value,)})
 
 
 def test_chat_talks_to_a_running_server(server: ServerProcess) -> None:

@@ -35,7 +35,11 @@ def jobs(model: Path) -> list[Job]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("swap_space", [0, 2**20], ids=["recompute", "swap"])
+@pytest.mark.parametrize(
+    "swap_space",
+    # The server's soak computes anew what it took the blocks of.
+    [pytest.param(0, id="recompute", marks=pytest.mark.long), pytest.param(2**20, id="swap")],
+)
 def test_tokens_blocks_and_memory(model: Path, jobs: list[Job], swap_space: int) -> None:
     config = EngineConfig(
         max_num_seqs=12,
