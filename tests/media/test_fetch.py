@@ -532,7 +532,9 @@ def test_a_resolver_that_does_not_answer(
     assert asked == ["hanging.example", "public.example"]
     # Nor is it waited for by nobody.
     left = patient.begin(urls("fine", host=hosts[1]))
+    deadline = time.monotonic() + 60
     while not left.cancel() or patient._turns.num_running:
+        assert time.monotonic() < deadline, "it is waited for"
         time.sleep(0.01)
     last = patient.begin(urls("fine", host=hosts[1]))
     hang.set()
@@ -564,8 +566,10 @@ def test_connections_that_are_not_made_end_with_the_others(
             assert time.monotonic() < deadline, "they go on"
             time.sleep(0.01)
         # And when the program ends.
+        before = len(dialled)  # fewer than all, where the one that is missing was first to end
         waits = sources.begin(parts[:2])
-        while len(dialled) < 5:
+        while len(dialled) == before:
+            assert time.monotonic() < deadline, "nothing begins"
             time.sleep(0.01)
         sources.close()
         with pytest.raises(RequestError, match="nobody waits for it"):
