@@ -272,7 +272,7 @@ def compare_with_transformers(model: DeepModel) -> Comparison:
 def _trace(model: TinyModel, token_ids: Sequence[int]) -> tuple[Tensor, Trace]:
     """Logits ``[T, V]`` of one prompt, computed at once, and what the modules put out."""
     sequence = model.sequence(token_ids, len(token_ids))
-    run = model.run([sequence], [[(0, 0, len(token_ids))]])
+    run = model.run([sequence], [[(0, 0, len(token_ids))]], recording=True)
     return run.logits[0], run.trace(0)
 
 

@@ -234,7 +234,7 @@ def run_rank(
 
 
 def run_case(path: Path, size: int, rounds: int, fault: str) -> str | None:
-    """What is wrong first, of all ranks; None if nothing is."""
+    """The first fault that a rank finds; None if none does."""
     path.touch()
     os.truncate(path, size * region_bytes(size, CAPACITY))
     forks = multiprocessing.get_context("fork")

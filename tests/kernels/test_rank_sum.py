@@ -23,7 +23,7 @@ SUMS = {2: (80, 36), 4: (30, 22)}
 
 
 def run(folder: Path, *cases: str) -> dict[str, str]:
-    """What is wrong with the sums of each case, see ``rank_sums.py``."""
+    """Faults in the sums of each case, see ``rank_sums.py``."""
     script = Path(__file__).with_name("rank_sums.py")
     done = forkserver.run(
         [sys.executable, str(script), str(folder), *cases],

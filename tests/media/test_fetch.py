@@ -146,6 +146,11 @@ def sources(request: pytest.FixtureRequest) -> Iterator[MediaSources]:
     made = MediaSources(domains=hosts, max_bytes=100_000, seconds=seconds)
     yield made
     made.close()
+    # What others have begun would look up, and dial, in the next test.
+    deadline = time.monotonic() + 60
+    while made._turns.num_running:
+        assert time.monotonic() < deadline, "reading goes on"
+        time.sleep(0.01)
 
 
 def test_what_comes_from_an_allowed_host(sources: MediaSources, dialled: list[Any]) -> None:
