@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attacking import wait_until
 from serving import write_certificate
 
 from engine_core.errors import EngineDeadError, QueueFullError, RequestError
@@ -147,10 +148,7 @@ def sources(request: pytest.FixtureRequest) -> Iterator[MediaSources]:
     yield made
     made.close()
     # What others have begun would look up, and dial, in the next test.
-    deadline = time.monotonic() + 60
-    while made._turns.num_running:
-        assert time.monotonic() < deadline, "reading goes on"
-        time.sleep(0.01)
+    wait_until(lambda: not made._turns.num_running)
 
 
 def test_what_comes_from_an_allowed_host(sources: MediaSources, dialled: list[Any]) -> None:
@@ -464,10 +462,7 @@ def slow_ones(sources: MediaSources, dialled: list[Any], count: int, client: Any
     """Prompts of a client that names addresses from which nothing whole ever comes."""
     begun = [sources.begin(urls("slow"), client) for _ in range(count)]
     wanted = min(count, fetch._OF_CLIENT)
-    deadline = time.monotonic() + 60
-    while len(dialled) < wanted:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: len(dialled) >= wanted)
     return begun
 
 
@@ -497,10 +492,7 @@ def test_the_slow_addresses_of_one_hold_up_no_other(
 
 def test_a_host_has_not_all_threads(sources: MediaSources, dialled: list[Any]) -> None:
     begun = [sources.begin(urls("slow"), name) for name in "abcd" for _ in range(fetch._OF_CLIENT)]
-    deadline = time.monotonic() + 60
-    while len(dialled) < fetch._OF_HOST:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: len(dialled) >= fetch._OF_HOST)
     assert len(dialled) == fetch._OF_HOST
     (part,) = sources.begin(urls("fine", host="rebound.example"), "e").result(60)
     assert part.value == CONTENT
@@ -537,10 +529,7 @@ def test_a_resolver_that_does_not_answer(
     assert asked == ["hanging.example", "public.example"]
     # Nor is it waited for by nobody.
     left = patient.begin(urls("fine", host=hosts[1]))
-    deadline = time.monotonic() + 60
-    while not left.cancel() or patient._turns.num_running:
-        assert time.monotonic() < deadline, "it is waited for"
-        time.sleep(0.01)
+    wait_until(lambda: left.cancel() and not patient._turns.num_running)
     last = patient.begin(urls("fine", host=hosts[1]))
     hang.set()
     with pytest.raises(RequestError, match="Temporary failure in name resolution"):
@@ -566,16 +555,11 @@ def test_connections_that_are_not_made_end_with_the_others(
         parts = [*urls(*["fine"] * 3, host="public.example:8080"), *urls("missing")]
         with pytest.raises(RequestError, match="status 404"):
             sources.begin(parts).result(60)
-        deadline = time.monotonic() + 60
-        while sources._turns.num_running:
-            assert time.monotonic() < deadline, "they go on"
-            time.sleep(0.01)
+        wait_until(lambda: not sources._turns.num_running)
         # And when the program ends.
         before = len(dialled)  # fewer than all, where the one that is missing was first to end
         waits = sources.begin(parts[:2])
-        while len(dialled) == before:
-            assert time.monotonic() < deadline, "nothing begins"
-            time.sleep(0.01)
+        wait_until(lambda: len(dialled) > before)
         sources.close()
         with pytest.raises(RequestError, match="nobody waits for it"):
             waits.result(60)
