@@ -37,15 +37,11 @@ from engine_core.runtime.step_batch import GraphKey
 
 
 def alone(script: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A script beside this one, by a process in which kernels are not interpreted.
-
-    How good the code is does not matter here, and to make it better takes half of the time.
-    """
-    quick = {"DISABLE_LLVM_OPT": "1", "DISABLE_PTXAS_OPT": "1", "TRITON_CACHE_DIR": str(folder)}
+    """A script beside this one, by a process in which kernels are not interpreted."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     return forkserver.run(
         [sys.executable, str(Path(__file__).with_name(script)), *arguments],
-        env=environment | quick,
+        env=environment | {"TRITON_CACHE_DIR": str(folder)},
         capture_output=True,
         text=True,
         check=False,
