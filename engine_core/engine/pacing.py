@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from itertools import combinations
+from math import hypot
 from statistics import median
 
 from engine_core.runtime.step_batch import sizes_beside
@@ -19,6 +20,10 @@ _TELLING = 3
 # While many prompts wait a step may be so often as long as its decoding rows need: else prompts
 # would hardly get on where rows alone take as long as a step should.
 _BACKLOG_ROWS = 3
+# Of the step that brought the most tokens in its time, so much at least is its tokens'.
+_LEAST_SHARE = 0.5
+# But never more than so many times as long as a step should be, whatever rows seem to take.
+_BACKLOG_MOST = 7
 # While fewer of the gaps between tokens than this share are long, so many fewer prompts are many. A
 # step of so much of the time that it should have at most makes them long. At most this number of
 # long gaps is saved up.
@@ -237,16 +242,21 @@ class StepTimes:
         return self._fixed + self._a_row * rows + (self._a_token or 0.0) * tokens
 
     def _fit(self) -> None:
-        """Find what a row and a token of a prompt add: medians of what any two sizes say."""
+        """Find what a row and a token of a prompt add: medians of what any two sizes say.
+
+        For a row two count for more if they are far apart, and for less if they took long
+        (Theil-Sen with the weights of Jaeckel, 1972, for errors in proportion): of others the
+        difference is mostly what else the machine did meanwhile.
+        """
         by_size = defaultdict(list)
         for (_, size), taken in self._medians.items():
             by_size[size].append(taken)
         a_row = [
-            (y - x) / (more - rows)
+            ((y - x) / (more - rows), abs(more - rows) / max(hypot(x, y), 1e-9))
             for same in by_size.values()
             for (x, rows, _), (y, more, _) in combinations(same, 2)
         ]
-        self._a_row = max(0.0, median(a_row or [0.0]))
+        self._a_row = max(0.0, _weighted_median(a_row or [(0.0, 1.0)]))
         points = [
             (median(tokens for *_, tokens in same), median(x - self._a_row * n for x, n, _ in same))
             for same in by_size.values()
@@ -256,7 +266,10 @@ class StepTimes:
             for (tokens, x), (more, y) in combinations(points, 2)
             if more != tokens
         ]
-        a_token = max(1e-9, median(slopes or [points[0][1] / points[0][0]]))
+        a_token = median(slopes or [points[0][1] / points[0][0]])
+        # What a busy machine did may be laid to rows, and tokens would seem to be free.
+        least = min(x / tokens for x, _, tokens in self._medians.values() if tokens)
+        a_token = max(1e-9, a_token, _LEAST_SHARE * least)
         self._fixed = max(0.0, median(y - a_token * x for x, y in points))
         self._a_token = a_token
 
@@ -284,6 +297,16 @@ class StepTimes:
         return rows, room + sizes[bisect_left(sizes, tokens)], room + tokens, pairs
 
 
+def _weighted_median(values: list[tuple[float, float]]) -> float:
+    """The least of these values up to which lies half of the weight, which is given beside each."""
+    left = sum(weight for _, weight in values) / 2
+    for value, weight in sorted(values):
+        left -= weight
+        if left <= 0:
+            return value
+    raise ValueError("no values")
+
+
 def _edge(size: int, begin: int, end: int) -> int:
     """1 for the first of an item's parts, -1 for the last, 0 for others and for all at once."""
     return (begin == 0) - (end == size)
@@ -308,7 +331,8 @@ class Pacing:
       many tokens of prompts as make the most of the device. While prompts for more than
       ``backlog_steps`` such steps wait, or for three quarters of them as long as fewer than 1% of
       the gaps between tokens are longer, it may take ``backlog_stretch`` times as long, or three
-      times what the rows need if that is more. Figures are in benchmarks/notes/serving.md.
+      times what the rows need if that is more, up to seven times ``max_step_time``. Figures are in
+      benchmarks/notes/serving.md.
 
     Args:
         scheduler: asked for plans; its ``repeat_limit``, ``prompt_budget``, ``media_cost`` and
@@ -446,7 +470,8 @@ class Pacing:
         budget = times.budget(limit, rows, cached) or self._first_budget
         many = self._backlog_steps * (_FEWER if self._long_gaps >= rows else 1.0)
         if tokens > many * budget:
-            stretched = max(self._backlog_stretch * limit, _BACKLOG_ROWS * times.of_rows(rows))
+            needed = min(_BACKLOG_ROWS * times.of_rows(rows), _BACKLOG_MOST * limit)
+            stretched = max(self._backlog_stretch * limit, needed)
             budget = max(budget, times.budget(stretched, rows, cached) or 0)
         budget = min(budget, self._scheduler.config.max_num_batched_tokens)
         self._token_seconds = times.of_token(rows, budget, cached)

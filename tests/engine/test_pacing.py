@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from itertools import product
 
@@ -141,6 +142,8 @@ def test_prompts_beside_decodes_have_what_keeps_a_step_within_its_time(
     for _ in range(5):
         clock.run(pacing, decode(1))
         clock.run(pacing, prefill(400, decoding=True))
+    for _ in range(4):  # far beyond what was seen it goes in steps
+        clock.run(pacing, prefill(budgets(sched)[0], decoding=True))
     assert budgets(sched)[0] == budget
     # One that waited for a compile, and ends that nobody saw, change nothing.
     clock.now += 3.0
@@ -359,6 +362,32 @@ class LongContexts(Clock):
         self.now += self.decode_seconds + self.token_seconds * tokens + attention
         pacing.finished(StepPlan(0, rows), submitted, early=False)
         return self.now - submitted
+
+
+@pytest.mark.parametrize("most", [1.1, 3.0], ids=["quiet", "busy"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_machine_that_is_busy_makes_no_step_grow(most: float, seed: int) -> None:
+    """Rows and prompts come together, so that what a slow step took may be laid to either.
+
+    Two cores' steps, up to ``most`` times as long; a hundred prompts wait, and each that is done is
+    one more row. Without other work a step may take seven times 0.25 s, plus a tenth.
+    """
+    chance = random.Random(seed)
+    sched = scheduler()
+    clock = Clock(0.0022)
+    pacing = Pacing(sched, 0, max_step_time=0.25, backlog_stretch=4, clock=clock)
+    rows, left = 1, 500
+    for number in range(120):
+        tokens = budgets(sched, rows)[1] if number else 128
+        usual = 0.15 + 0.008 * rows + 0.0022 * tokens
+        assert usual <= 7 * 0.25 * 1.1
+        plan = StepPlan(0, decode(1).rows * rows + prefill(tokens).rows)
+        begin = clock.now
+        clock.now += usual * chance.uniform(1.0, most)
+        pacing.finished(plan, begin, early=False)
+        left -= tokens
+        while left <= 0:
+            rows, left = rows + 1, left + chance.randrange(100, 1000)
 
 
 def test_far_into_a_long_prompt_a_step_has_tokens_for_what_attention_leaves() -> None:
