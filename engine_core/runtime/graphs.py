@@ -52,8 +52,12 @@ _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, 256, 32), *range(256
 _BUCKETS += tuple(range(512, 1025, 128))
 # Host buffers in rotation: more than there can be steps in flight.
 _RING = 8
-# Steps between two captures for which a request waits, if a larger graph takes its place.
-_APART = 32
+# Steps between two captures for which a request waits, if a larger graph takes its place; and
+# between those of steps with prompts, which can be launched kernel by kernel.
+_APART, _PROMPTS_APART = 32, 1000
+# A step with prompts takes a graph that is at most so many times as large, rather than launch its
+# own kernels.
+_LITTLE_LARGER = 1.25
 # Seconds that an idle engine waits for kernels before it looks for requests.
 _PATIENCE = 0.02
 
@@ -120,14 +124,13 @@ class GraphState:
     ahead: bool = True
     since_capture: int | None = None
 
-    @property
-    def spares_captures(self) -> bool:
-        """Whether a step takes a larger graph that is there, rather than wait for its own.
+    def spares_captures(self, apart: int) -> bool:
+        """Whether a step that has something in its place does not wait for the capture of its own.
 
-        Few requests wait for a capture so, and none for two in a row. Offline none is spared:
-        equal calls have equal steps.
+        Few requests wait for a capture so, and none for two in a row: there are so many steps
+        between them. Offline none is spared: equal calls have equal steps.
         """
-        return self.since_capture is not None and self.since_capture < _APART
+        return self.since_capture is not None and self.since_capture < apart
 
     def count_step(self) -> None:
         """Take note of a step that is about to run."""
@@ -262,6 +265,8 @@ class _Graphs(ABC):
             also if its kernels are still being compiled, after a moment. Last of all, the kernels
             of steps without a graph are compiled.
         """
+        if self._state.since_capture is None:
+            self._state.since_capture = _APART  # who may be idle has others that wait
         key = self._next()
         if self._awaits_kernels(key):
             self._state.compiles.late += 1
@@ -518,7 +523,7 @@ class DecodeGraphs(_Graphs):
         state = self._state
         state.count_step()
         missing = key not in self._graphs and key not in state.uncaptured
-        if missing and (state.spares_captures or not state.compiles.ready(key)):
+        if missing and (state.spares_captures(_APART) or not state.compiles.ready(key)):
             key = next((each for each in keys if each in self._graphs), key)
         bucket = key.decode_rows
         # Capturing runs the step and so moves the static inputs; it comes before they are set.
@@ -633,8 +638,11 @@ class GraphSteps(_Graphs):
     """Steps with prefill chunks, one graph for each number of tokens, decode and prefill rows.
 
     They are padded as :meth:`fit` says: rows that decode, padding, rows that prefill, padding. The
-    host sends all of a step's numbers in one transfer. Once all expected steps are captured, no
-    step is captured by need any more: it takes a larger graph, or runs without one.
+    host sends all of a step's numbers in one transfer. In a server that captures while it is idle,
+    a step whose graph is missing takes one that is little larger, or launches its kernels in the
+    same padded form; now and then it is captured all the same, for servers that are never idle.
+    Once all expected steps are captured, none is captured by need any more: it takes a larger
+    graph, or runs without one.
     """
 
     def __init__(self, state: GraphState, max_tokens: int, max_num_batched_tokens: int) -> None:
@@ -683,11 +691,13 @@ class GraphSteps(_Graphs):
             return own, True
         is_due = own is not None and not self._complete
         is_ready = own is not None and is_due and self._state.compiles.ready(own)
-        holding = [held for held in self._graphs if _holds(held, key)]
-        if own is not None and is_ready and not (holding and self._state.spares_captures):
-            return own, True
-        if holding:
-            return min(holding), True
+        holding = min((held for held in self._graphs if _holds(held, key)), default=None)
+        if own is not None and is_ready:
+            little = holding is not None and holding.tokens <= _LITTLE_LARGER * own.tokens
+            if not little or not self._spares_captures:
+                return own, True
+        if holding is not None:
+            return holding, True
         if is_due:
             # Its kernels are still being compiled, and those of a larger one may be there.
             expected = [each for each in self._expected if _holds(each, key)]
@@ -698,6 +708,11 @@ class GraphSteps(_Graphs):
         decode = key.decode_rows if decode is None else decode
         prompts = key.tokens - key.decode_rows
         return GraphKey(decode + prompts, decode, key.prefill_rows), False
+
+    @property
+    def _spares_captures(self) -> bool:
+        """Whether a step whose kernels are compiled launches them rather than be captured now."""
+        return self._state.spares_captures(_PROMPTS_APART)
 
     def _own_shape(self, key: GraphKey) -> GraphKey | None:
         """The closest shape that a step of this one is captured for by need; None for none."""
@@ -712,7 +727,9 @@ class GraphSteps(_Graphs):
 
     def run(self, batch: StepBatch) -> StepOutputs | None:
         """Replay a step; see :class:`~engine_core.runtime.step_batch.Steps`."""
-        captured = self._get(batch.key) if batch.padded else None
+        if not batch.padded or (batch.key not in self._graphs and self._spares_captures):
+            return None
+        captured = self._get(batch.key)
         if captured is None:
             return None
         assert captured.numbers is not None, "each has its own"
