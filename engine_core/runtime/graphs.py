@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
@@ -56,7 +57,7 @@ _RING = 8
 # between those of steps with prompts, which can be launched kernel by kernel.
 _APART, _PROMPTS_APART = 32, 1000
 # A step with prompts takes a graph that is at most so many times as large, rather than launch its
-# own kernels.
+# own kernels, however long that takes the device.
 _LITTLE_LARGER = 1.25
 # Seconds that an idle engine waits for kernels before it looks for requests.
 _PATIENCE = 0.02
@@ -625,6 +626,23 @@ def _steps_beside(max_chunk: int, max_rows: int) -> Iterator[GraphKey]:
                 yield GraphKey(decode + tokens, decode, prefill)
 
 
+def _spread(keys: Sequence[GraphKey]) -> list[GraphKey]:
+    """The keys in an order in which the first few leave little padding to steps of any size.
+
+    The largest comes first, then the one in the middle of the others, then those in the middle of
+    either half, and so on.
+    """
+    ordered = sorted(keys, reverse=True)
+    spread, parts = ordered[:1], deque([ordered[1:]])
+    while parts:
+        part = parts.popleft()
+        if part:
+            middle = len(part) // 2
+            spread.append(part[middle])
+            parts += part[:middle], part[middle + 1 :]
+    return spread
+
+
 def _holds(held: GraphKey, key: GraphKey) -> bool:
     """Whether a step of the shape ``held`` has room for one of this shape."""
     return (
@@ -669,7 +687,7 @@ class GraphSteps(_Graphs):
             expected += [key for key in beside if key.tokens <= 2 * max_tokens]
         # The largest of the others first: what comes after reuses its memory. But one that is
         # needed, or whose kernels are there, may come before.
-        super().__init__(state, at_start=expected[:1], later=sorted(expected[1:], reverse=True))
+        super().__init__(state, at_start=expected[:1], later=_spread(expected[1:]))
         largest = max((key.tokens for key in expected), default=0)
         most = max_num_batched_tokens + state.steps.max_rows
         self._largest_bytes = state.step_bytes * largest // most
@@ -693,8 +711,9 @@ class GraphSteps(_Graphs):
         is_ready = own is not None and is_due and self._state.compiles.ready(own)
         holding = min((held for held in self._graphs if _holds(held, key)), default=None)
         if own is not None and is_ready:
-            little = holding is not None and holding.tokens <= _LITTLE_LARGER * own.tokens
-            if not little or not self._spares_captures:
+            # In a step of so many tokens the device is no slower than the host that launches it.
+            most = max(self._max_tokens, _LITTLE_LARGER * own.tokens)
+            if holding is None or holding.tokens > most or not self._spares_captures:
                 return own, True
         if holding is not None:
             return holding, True
