@@ -41,7 +41,7 @@ from engine_core.nn.linear import (
 from engine_core.nn.module import Module
 from engine_core.nn.norm import RMSNorm
 from engine_core.nn.rotary import ApplyRotaryEmb
-from engine_core.step_context import AttentionMetadata
+from engine_core.step_context import AttentionMetadata, current_build_context
 
 
 class Branch(Module):
@@ -137,13 +137,26 @@ class SelfAttention(Branch):
             q, k, v = epilogue.watched(first, x, cos_sin)
             heads = self.attend(q, k, v, *cache[:2], attn_metadata)
         else:
-            slots = attn_metadata.groups[self.attend.group_id].slot_mapping
-            if self._asks:
-                q = first(x, epilogue, cos_sin, cache, slots)
-            else:
-                q = epilogue.plain(first, x, cos_sin, cache, slots)
+            q = self.queries(x, cos_sin, cache, attn_metadata)
             heads = self.attend.attend(q, *cache[:2], attn_metadata)
         return last(heads.flatten(1).unsqueeze(0), *then)
+
+    def queries(
+        self,
+        x: Tensor | DeferredRMSNorm | CodedRows,
+        cos_sin: CosSin | None,
+        cache: KVCacheLayer,
+        attn_metadata: AttentionMetadata,
+    ) -> Tensor:
+        """``x [1, T, H]`` to ``[T, heads, D]``; keys and values are stored. Without hooks."""
+        first, epilogue, _ = self.ends()
+        slots = attn_metadata.groups[self.attend.group_id].slot_mapping
+        q: Tensor
+        if self._asks:
+            q = first(x, epilogue, cos_sin, cache, slots)
+        else:
+            q = epilogue.plain(first, x, cos_sin, cache, slots)
+        return q
 
 
 class FeedForward(Branch):
@@ -286,6 +299,7 @@ class DecoderLayer(Module):
             self.post_feedforward_layernorm = norm()
         self.sandwich = sandwich
         self.residual_after_norm = residual_after_norm
+        self.deterministic = current_build_context().deterministic
         # The layer after this one, in a tuple, which keeps it from being a part of this one.
         self._next: tuple[DecoderLayer, ...] = ()
         self._joints: tuple[_Joint, _Joint | None] | None = None
@@ -306,16 +320,7 @@ class DecoderLayer(Module):
         # Below, the residual came with such an x, or is the sum from the input norm. In the first
         # layer it is the caller's x.
         owned = residual is not None or self.residual_after_norm
-        normed: Any
-        if isinstance(x, PreNormed):
-            normed = x.values
-        elif residual is None:
-            residual, normed = x, self.input_layernorm(x)
-        else:
-            normed, residual = self.input_layernorm(x, residual)
-        if self.residual_after_norm:
-            residual = normed
-        assert residual is not None, "the layer before gives the residual too"
+        normed, residual = self._entered(x, residual)
         watched = self.watched
         middle, end = self._joints or self.join()
         inputs = (normed, cos_sin, cache, attn_metadata)
@@ -330,6 +335,50 @@ class DecoderLayer(Module):
             return self.post_feedforward_layernorm(out) if self.sandwich else out, residual
         normed, residual = end.run(self.mlp, given, residual, True, False)
         return PreNormed(normed), residual
+
+    def ending(
+        self,
+        x: Tensor | PreNormed,
+        residual: Tensor | None,
+        cos_sin: CosSin | None,
+        cache: KVCacheLayer,
+        attn_metadata: AttentionMetadata,
+        wanted: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """The last layer's ``(x, residual)`` of the tokens at ``wanted [S]``, ``[1, S, H]`` each.
+
+        Keys and values of all tokens are stored, and the others are spared the projection back and
+        the feed-forward. Only where :func:`may_end` holds.
+        """
+        attention, mlp = self.self_attn, self.mlp
+        assert isinstance(attention, SelfAttention), "it is one of those that may end early"
+        normed, residual = self._entered(x, residual)
+        queries = attention.queries(normed, cos_sin, cache, attn_metadata)
+        residual = residual[:, wanted]
+        if not len(wanted):
+            return residual, residual
+        heads = attention.attend.attend(queries, *cache[:2], attn_metadata)
+        inputs = (heads.flatten(1)[wanted].unsqueeze(0),)
+        middle, _ = self._joints or self.join()
+        normed, residual = middle.run(attention.ends()[2], inputs, residual, True, False)
+        if self.residual_after_norm:
+            residual = normed
+        out = mlp(normed)
+        return self.post_feedforward_layernorm(out) if self.sandwich else out, residual
+
+    def _entered(self, x: Tensor | PreNormed, residual: Tensor | None) -> tuple[Any, Tensor]:
+        """What the attention takes, and the residual beside it."""
+        normed: Any
+        if isinstance(x, PreNormed):
+            normed = x.values
+        elif residual is None:
+            residual, normed = x, self.input_layernorm(x)
+        else:
+            normed, residual = self.input_layernorm(x, residual)
+        if self.residual_after_norm:
+            residual = normed
+        assert residual is not None, "the layer before gives the residual too"
+        return normed, residual
 
     def join(
         self, gpu: GPU | None = None, *, settled: bool = False
@@ -478,9 +527,29 @@ def unlink_layer(layer: nn.Module) -> None:
         layer._next, layer._joints = (), None
 
 
+def may_end(layer: nn.Module) -> TypeGuard[DecoderLayer]:
+    """Whether a last layer's :meth:`DecoderLayer.ending` gives what its ``forward`` does.
+
+    It does where the parts take tokens one by one, and those whose ``forward`` is a family's own
+    may do otherwise. A deterministic model's tokens are computed alike whoever asks for them, and a
+    part that a forward hook watches sees all of them.
+    """
+    return (
+        _runs_as_decoder_layer(layer)
+        and not layer.deterministic
+        and _runs_as(layer.self_attn, SelfAttention)
+        and _runs_as(layer.mlp, FeedForward)
+        and not layer.watched
+    )
+
+
 def _runs_as_decoder_layer(layer: nn.Module) -> TypeGuard[DecoderLayer]:
-    """Whether its ``forward`` is :class:`DecoderLayer`'s, not a subclass's own."""
-    return getattr(layer.forward, "__func__", None) is DecoderLayer.forward
+    return _runs_as(layer, DecoderLayer)
+
+
+def _runs_as(part: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether its ``forward`` is that of ``kind``, not a subclass's own."""
+    return getattr(part.forward, "__func__", None) is kind.forward
 
 
 def agree(model: nn.Module, device: torch.device) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from engine_core.configs import HFConfig
 from engine_core.nn.attention import KVCacheLayer
-from engine_core.nn.blocks import link_layers, unlink_layer
+from engine_core.nn.blocks import link_layers, may_end, unlink_layer
 from engine_core.nn.causal_lm import CausalLM
 from engine_core.nn.embedding import build_embedding, build_lm_head
 from engine_core.nn.epilogue import CosSin
@@ -95,8 +95,12 @@ class Decoder(nn.Module):
         cos_sins: Sequence[CosSin],
         past_key_values: list[KVCacheLayer],
         attn_metadata: AttentionMetadata,
+        wanted: Tensor | None = None,
     ) -> Tensor:
-        """Embeddings ``[1, T, H]`` to hidden states ``[1, T, H]``; ``cos_sins``: one per layer."""
+        """Embeddings ``[1, T, H]`` to hidden states ``[1, T, H]``; ``cos_sins``: one per layer.
+
+        With ``wanted [S]``, places among the T, to those of these tokens, ``[1, S, H]``.
+        """
         span, link, residual = self._span, self._link, None
         if link is not None and not link.first:
             x, residual = link.receive(x)
@@ -107,14 +111,21 @@ class Decoder(nn.Module):
         if self._kept is not None:
             layers, cos_sins = [layers[i] for i in self._kept], [cos_sins[i] for i in self._kept]
             past_key_values = [past_key_values[i] for i in self._kept]
-        for layer, cos_sin, cache in zip(layers, cos_sins, past_key_values, strict=True):
+        steps = [*zip(layers, cos_sins, past_key_values, strict=True)]
+        ending: list[Any] = []
+        if wanted is not None and (link is None or link.last) and may_end(layers[-1]):
+            ending = [steps.pop()]
+        for layer, cos_sin, cache in steps:
             x, residual = layer(x, residual, cos_sin, cache, attn_metadata)
+        for layer, cos_sin, cache in ending:
+            x, residual = layer.ending(x, residual, cos_sin, cache, attn_metadata, wanted)
+            wanted = None
         if link is not None and not link.last:
             assert residual is not None, "a layer returned it"
             link.send(x, residual)
-            return x
-        out: Tensor = self.norm(x, residual)[0]
-        return out
+        elif x.shape[1]:
+            x = self.norm(x, residual)[0]
+        return x if wanted is None else x[:, wanted]
 
 
 class RotaryCausalLM(CausalLM, ABC):
@@ -201,14 +212,18 @@ class RotaryCausalLM(CausalLM, ABC):
         attn_metadata: AttentionMetadata,
         inputs_embeds: Tensor | None = None,
         rope_lengths: Tensor | None = None,
+        wanted: Tensor | None = None,
     ) -> Tensor:
-        """``[1, T]`` to hidden states ``[1, T, H]``."""
+        """``[1, T]`` to hidden states ``[1, T, H]``; with ``wanted [S]``, to those of these tokens.
+
+        ``[1, S, H]`` then; ``wanted`` has their places among the T.
+        """
         x = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         angles = {
             each: each(position_ids, rope_lengths) for each in dict.fromkeys(self.rotary_embs)
         }
         cos_sins = [angles[each] for each in self.rotary_embs]
-        out: Tensor = self.model(x, cos_sins, past_key_values, attn_metadata)
+        out: Tensor = self.model(x, cos_sins, past_key_values, attn_metadata, wanted)
         return out
 
     def prepare_inputs_for_generation(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from engine_core.errors import ModelError
 from engine_core.nn.module import HookFlag, Module, hooks_registered
 from engine_core.plugin_code import silent
 from engine_core.runtime.first_pass import check_shape, first_pass, refuse
+from engine_core.runtime.graphs import bucket_of
 from engine_core.runtime.platform import to_device
 from engine_core.runtime.step_batch import StepBatch, StepOutputs, StepState
 from engine_core.step_context import StepContext
@@ -30,6 +32,7 @@ class ForwardPass:
         self._model = model
         self._kv_cache = kv_cache
         self._vocab_size = vocab_size
+        self._takes_wanted = "wanted" in inspect.signature(model.forward).parameters
         # Methods of the model that have run once.
         self._tried: set[str] = set()
         self._hook_flag = HookFlag()
@@ -57,8 +60,11 @@ class ForwardPass:
         """Whether forward hooks are registered, so that the model's parts are to be called."""
         return hooks_registered(self._model)
 
-    def hidden(self, context: StepContext) -> Tensor:
+    def hidden(self, context: StepContext, wanted: Tensor | None = None) -> Tensor:
         """``[T, H]``, or the logits ``[T, V]`` of a model without ``get_logits``.
+
+        With ``wanted [S]``, places among the T, those of these tokens alone, ``[S, H]``. A model
+        whose ``forward`` has an argument of that name may spare the work on the others.
 
         Raises:
             ModelError: the model returned something else.
@@ -72,13 +78,17 @@ class ForwardPass:
                 raise refuse(
                     self._model, method, inputs, "forward's arguments by name are expected"
                 )
-        self._hook_flag.watched = self.watched
+        self._hook_flag.watched = watched = self.watched
+        tokens, left = context.input_ids.shape[1], wanted
+        if wanted is not None and self._takes_wanted and not watched:
+            inputs, tokens, left = {**inputs, "wanted": wanted}, len(wanted), None
         try:
             given = self._call("forward", **inputs)
         finally:
             self._hook_flag.watched = None
-        tokens = context.input_ids.shape[1]
-        return check_shape(self._model, "forward", given, 1, tokens, None, names="1 T H")[0]
+        name = "T" if left is wanted else "S"
+        given = check_shape(self._model, "forward", given, 1, tokens, None, names=f"1 {name} H")[0]
+        return given if left is None else given[left]
 
     def embed_media(self, kind: str, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         """The embeddings ``[n, H]`` of each item.
@@ -169,8 +179,7 @@ class ForwardPass:
 
     def __call__(self, context: StepContext, places: Tensor | None = None) -> Tensor:
         """Logits ``[S, V]`` of the tokens at ``places [S]``, or ``[T, V]`` of every token."""
-        hidden = self.hidden(context)
-        return self.logits(hidden if places is None else hidden[places])
+        return self.logits(self.hidden(context, places))
 
 
 class EagerSteps:
@@ -189,14 +198,20 @@ class EagerSteps:
             table.flush()
         parts = self._state.split(batch, to_device(batch.numbers, device))
         context = self._state.context(batch, parts)
-        hidden = self._forward.hidden(context)
         if not self._chooses:
-            return StepOutputs(hidden=hidden)
+            return StepOutputs(hidden=self._forward.hidden(context))
         if batch.decodes:
-            return StepOutputs(self._forward.logits(hidden))
-        if not batch.sampled:
-            return StepOutputs(hidden=hidden)
-        last = self._state.split(batch, batch.numbers)["last"]
-        where = last[torch.tensor([batch.places[index] for index in batch.sampled])]
-        logits = self._forward.logits(hidden[to_device(where, device)])
-        return StepOutputs(logits, hidden=hidden)
+            return StepOutputs(self._forward.logits(self._forward.hidden(context)))
+        last, places = self._state.split(batch, batch.numbers)["last"], batch.places
+        sampled = last[torch.tensor([places[index] for index in batch.sampled], dtype=torch.int64)]
+        if batch.whole:
+            hidden = self._forward.hidden(context)
+            states = hidden[to_device(sampled, device)]
+        else:
+            hidden, count = None, len(sampled)
+            if device.type == "cuda" and count:
+                # As many as in captured steps, whose kernels there are.
+                more = min(bucket_of(count), self._state.max_rows) - count
+                sampled = torch.cat([sampled, sampled[-1:].expand(more)])
+            states = self._forward.hidden(context, to_device(sampled, device))[:count]
+        return StepOutputs(self._forward.logits(states) if batch.sampled else None, hidden=hidden)

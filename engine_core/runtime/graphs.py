@@ -139,6 +139,11 @@ class GraphState:
             self.since_capture += 1
 
 
+def bucket_of(count: int) -> int:
+    """The rows of the smallest captured step that decodes so many; ``count`` if there is none."""
+    return next((size for size in _BUCKETS if size >= count), count)
+
+
 def largest_step_bytes(model: nn.Module, tokens: int) -> int:
     """About how many bytes the activations of a step of ``tokens`` tokens take.
 

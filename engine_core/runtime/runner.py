@@ -361,11 +361,11 @@ class ModelRunner:
         ``steps`` are tried first; what they do not take is run eagerly.
         """
         fit = None
+        known = (self._rows[row.row] for row in plan.others)
+        whole = any(row.sampling.prompt_logprobs is not None for row in known)
         # Where there is no memory for a decode step's graph, there is none for another one.
         if self._graph_steps is not None and steps is self._graph_steps and not decodes:
-            known = (self._rows[row.row] for row in plan.others)
-            if all(row.sampling.prompt_logprobs is None for row in known):
-                fit = self._graph_steps.fit
+            fit = None if whole else self._graph_steps.fit
         for turn in range(plan.repeat):
             if decodes and self.device.type == "cpu":
                 numbers, starts = ([*map(int, each)] for each in _places(plan))
@@ -375,7 +375,8 @@ class ModelRunner:
                 rows = list(plan.rows)
                 if turn:
                     rows = [row._replace(start=row.start + turn) for row in rows]
-                batch = self._state.batch(rows, self._rows, choice, fit, self._touched(plan))
+                media = self._touched(plan)
+                batch = self._state.batch(rows, self._rows, choice, fit, media, whole=whole)
             outputs = None if steps is None else steps.run(batch)
             way: Way = "graph" if steps is self._graph_steps else "recorded"
             if outputs is None:

@@ -120,6 +120,7 @@ class StepBatch:
         sampled: which rows of the plan sample.
         choice: how a captured step can choose all their tokens; None if the host has a part in it,
             or reports more than the tokens.
+        whole: whether the hidden states of all tokens are wanted, not of those that sample alone.
     """
 
     key: GraphKey
@@ -132,6 +133,7 @@ class StepBatch:
     places: Sequence[int]
     sampled: Sequence[int]
     choice: Choice | None
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +250,8 @@ class StepState:
         choice: Choice | None = None,
         fit: Callable[[GraphKey], tuple[GraphKey, bool]] | None = None,
         media: Sequence[tuple[int, int, IntArray]] = (),
+        *,
+        whole: bool = False,
     ) -> StepBatch:
         """A batch of any rows.
 
@@ -259,6 +263,7 @@ class StepState:
                 it; None for no padding.
             media: embeddings that come in: the index of the row, which of its tokens in this step
                 takes the first one, and their rows of ``self.media``.
+            whole: see :class:`StepBatch`.
         """
         given = np.array(
             [(row.row, row.start, row.num_tokens, row.sample) for row in rows], dtype=np.int64
@@ -334,6 +339,7 @@ class StepState:
             places=places.tolist(),
             sampled=np.flatnonzero(samples_of).tolist(),
             choice=choice,
+            whole=whole,
         )
 
     def split(self, batch: StepBatch, numbers: Tensor) -> dict[str, Tensor]:
