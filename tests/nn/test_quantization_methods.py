@@ -34,7 +34,7 @@ from engine_core.nn.quantization import (
 from engine_core.nn.quantization.exported import form_shapes, pack_form
 from engine_core.step_context import BuildContext, building
 
-ROWS = [1, 3, 17, 24, 25, 256, 257, 300]
+ROWS = [1, 3, 17, 24, 25, 128, 129, 256, 257, 300]
 # Products are rounded to bfloat16: 8 bits.
 BFLOAT16 = 2**-7
 
@@ -136,6 +136,15 @@ def test_int4_stands_for_its_codes() -> None:
     assert codes.max() == 15
     assert (matrix.dense() - expected).abs().max() <= 2**-8 * expected.abs().max()
     assert matrix.nbytes == Int4Matrix.size(codes.shape) == 128 * (32 + 2 * 4)
+
+
+@pytest.mark.parametrize("rows", [48, 64, 96, 192])
+def test_int4_of_pairs_of_codes_is_that_of_the_codes(rows: int) -> None:
+    """Also where the rows are no whole blocks of the layout that torch has on this CPU."""
+    codes, scales, zeros = quantize_int4(random(rows, 64))
+    pairs = codes[:, ::2] + 16 * codes[:, 1::2]
+    matrix = Int4Matrix.of_pairs(pairs, scales, zeros, torch.float32)
+    assert torch.equal(matrix.dense(), Int4Matrix(codes, scales, zeros, torch.float32).dense())
 
 
 @pytest.mark.parametrize("method", [Int8LinearMethod, Int4LinearMethod, None])

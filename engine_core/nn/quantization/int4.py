@@ -15,14 +15,13 @@ from engine_core.nn.packing import MatrixModule
 GROUP_SIZE = 32
 # torch's kernel wants the outputs in sixteens.
 _ROW_COUNT_MULTIPLE = 16
-# Rows of outputs that torch packs as one block on a CPU with AVX-512.
-_BLOCK_ROWS = 64
 _REFITS = 3
 # Numbers that are quantised, or turned back, at once: the temporaries stay in a cache.
 _CHUNK = 2**20
-# On two Zen 5 cores 512 rows of 960 x 576 take 6.4 ms in the kernel and 2.7 turned back, 128 rows
-# 0.9 and 1.8.
-_MOST_KERNEL_ROWS = 256
+# Rows of outputs that torch packs as one block, with AVX-512 and with AVX2, and the tokens up to
+# which the kernel is faster than turning back. On two Zen 5 cores 512 tokens by 960 x 576 take 6.4
+# ms in the kernel and 2.7 turned back, 128 tokens 0.9 and 1.8; with AVX2 33 and 19, 8.7 and 6.7.
+_MOST_KERNEL_ROWS = {64: 256, 32: 128}
 
 
 # Looking the overload up takes a microsecond a call.
@@ -120,14 +119,15 @@ class Int4Matrix:
         group_size: int = GROUP_SIZE,
     ) -> Int4Matrix:
         """The matrix of ``pairs [N, K / 2]`` uint8: columns 2j and 2j + 1 in a byte, 2j low."""
-        if pairs.shape[0] % _BLOCK_ROWS or not _blocks_as_on_avx512():
+        block = block_rows()
+        if not block or pairs.shape[0] % block:
             return cls(unpack_codes(pairs, 4), scales, zeros, dtype, group_size)
         made = cls.__new__(cls)
         made.shape = torch.Size((pairs.shape[0], 2 * pairs.shape[1]))
         made.dtype, made._group = dtype, group_size
         # As torch packs, but without 32-bit codes: 0.05 s for SmolLM2, where that takes 0.70.
-        low, high = pairs.view(-1, 2, _BLOCK_ROWS // 2, pairs.shape[1]).unbind(1)
-        packed = torch.empty(len(low), pairs.shape[1], 2, _BLOCK_ROWS // 2, dtype=torch.uint8)
+        low, high = pairs.view(-1, 2, block // 2, pairs.shape[1]).unbind(1)
+        packed = torch.empty(len(low), pairs.shape[1], 2, block // 2, dtype=torch.uint8)
         packed[:, :, 0] = ((low & 15) | (high << 4)).transpose(1, 2)
         packed[:, :, 1] = ((low >> 4) | (high & 0xF0)).transpose(1, 2)
         made._packed = packed.view(pairs.shape)
@@ -153,7 +153,7 @@ class Int4Matrix:
         """``x @ matrix.T + bias``."""
         # torch's kernel takes nothing else than contiguous rows.
         flat = x.reshape(-1, self.shape[1]).contiguous()
-        if x.numel() > _MOST_KERNEL_ROWS * self.shape[1] and self._can_unpack:
+        if self._can_unpack and len(flat) > _MOST_KERNEL_ROWS[block_rows()]:
             out = self._multiply_dense(flat)
         elif x.dtype == torch.bfloat16:
             # Without conversions, which cost 0.7 us where there is nothing to convert.
@@ -171,7 +171,8 @@ class Int4Matrix:
 
     @property
     def _can_unpack(self) -> bool:
-        return self.shape[0] % _BLOCK_ROWS == 0 and _blocks_as_on_avx512()
+        block = block_rows()
+        return bool(block) and self.shape[0] % block == 0
 
     def _multiply_packed(self, x: Tensor) -> Tensor:
         out: Tensor = _int4pack_mm(x, self._packed, self._group, self._scales_and_zeros)
@@ -188,7 +189,7 @@ class Int4Matrix:
     def _transposed_rows(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """The numbers of some whole blocks of rows, ``[in_features, rows]``."""
         in_features = self.shape[1]
-        codes = _unpack(self._packed[rows]).unflatten(0, (-1, self._group)).to(dtype)
+        codes = _unpack(self._packed[rows], block_rows()).unflatten(0, (-1, self._group)).to(dtype)
         scales, zeros = self._scales_and_zeros[:, rows].to(dtype).unbind(-1)
         numbers = torch.addcmul(zeros.unsqueeze(1), codes, scales.unsqueeze(1))
         return numbers.view(in_features, -1)
@@ -198,27 +199,31 @@ def _pack(codes: Tensor) -> Tensor:
     return torch._convert_weight_to_int4pack_for_cpu(codes, 1)
 
 
-def _unpack(packed: Tensor) -> Tensor:
+def _unpack(packed: Tensor, block: int) -> Tensor:
     """Whole blocks ``[N, K / 2]`` to the codes less 8, ``[K, N]`` int8.
 
     A block of 64 rows is ``[K, 32]`` bytes: the low half of a byte is of one of the first 32 rows,
-    the high half of one of the others.
+    the high half of one of the others. One of 32 rows has 16 and 16.
     """
-    blocks = packed.view(-1, 2 * packed.shape[1], _BLOCK_ROWS // 2)
+    blocks = packed.view(-1, 2 * packed.shape[1], block // 2)
     codes = torch.stack((blocks & 15, blocks >> 4), dim=2).view(torch.int8).sub_(8)
     return codes.permute(1, 0, 2, 3).reshape(blocks.shape[1], -1)
 
 
 @cache
-def _blocks_as_on_avx512() -> bool:
-    """Whether :func:`_unpack` undoes what torch does on this CPU."""
-    codes = torch.arange(2 * _BLOCK_ROWS * GROUP_SIZE, dtype=torch.int32)
-    codes = (codes * 7 + codes // 16).remainder_(16).view(-1, GROUP_SIZE)
-    return torch.equal(_unpack(_pack(codes)).T + 8, codes)
+def block_rows() -> int:
+    """The rows of a block that torch packs on this CPU; 0 if :func:`_unpack` does not undo it."""
+    for rows in _MOST_KERNEL_ROWS:
+        codes = torch.arange(2 * rows * GROUP_SIZE, dtype=torch.int32)
+        codes = (codes * 7 + codes // 16).remainder_(16).view(-1, GROUP_SIZE)
+        if torch.equal(_unpack(_pack(codes), rows).T + 8, codes):
+            return rows
+    return 0
 
 
 def _rows_at_once(shape: torch.Size) -> int:
-    return max(_CHUNK // shape[1] // _BLOCK_ROWS, 1) * _BLOCK_ROWS
+    most = max(_MOST_KERNEL_ROWS)
+    return max(_CHUNK // shape[1] // most, 1) * most
 
 
 class Int4LinearMethod(UnquantizedLinearMethod):
