@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -143,3 +146,19 @@ def test_only_new_blocks_are_zeroed() -> None:
     assert (scales == 0).all(dim=1).nonzero().flatten().tolist() == [2]
     assert (values == 7).all()
     cache.clear(0, ())
+
+
+def test_a_first_token_takes_a_small_page_of_each_plane() -> None:
+    with Path("/proc/self/statm").open() as statm:
+        cache = KVCache(plan(*[attention(heads=8, size=64)] * 30, budget=2**28), CPU)
+        assert min(layer[0].nbytes for layer in cache.layers) >= 2**22
+
+        def resident() -> int:
+            statm.seek(0)
+            return int(statm.read().split()[1]) * mmap.PAGESIZE
+
+        before = resident()
+        for layer in cache.layers:
+            for tensor in layer:
+                tensor[1, 0].fill_(1)
+        assert resident() - before < 2**22
