@@ -113,6 +113,15 @@ class Checkpoint:
         for file in self._files:
             yield from file.tensors()
 
+    def release(self) -> None:
+        """Leave the pages of mapped files to the system, once the tensors were copied.
+
+        They would count as this process's memory for as long as it runs: a model's weights twice.
+        """
+        for file in self._files:
+            if not isinstance(file, BinFile):
+                file.release()
+
     def safetensors_files(self) -> tuple[SafetensorsFile, ...] | None:
         """The files in the order of :meth:`weights`; None if any is of another format.
 

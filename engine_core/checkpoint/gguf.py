@@ -75,6 +75,11 @@ class GGUFFile:
             tensor.name: tensor for tensor in reader.tensors(tensor_count, self.metadata)
         }
 
+    def release(self) -> None:
+        """Leave the pages that were read to the system; they are read again when they are used."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
     def read(self, name: str) -> NDArray[np.float32]:
         """The numbers of tensor ``name`` in float32, exactly as ``gguf.dequantize`` gives them.
 

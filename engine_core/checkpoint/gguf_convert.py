@@ -102,6 +102,10 @@ class GGUFWeights:
             blocks = self._gguf.read_bytes(source).reshape(self.headers[name].shape)
             yield name, torch.from_numpy(blocks if order is None else blocks[order])
 
+    def release(self) -> None:
+        """See :meth:`GGUFFile.release`."""
+        self._gguf.release()
+
     @property
     def kept(self) -> dict[str, int]:
         """Types of the tensors that are kept as they are quantised, and how many have each."""

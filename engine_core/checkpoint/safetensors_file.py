@@ -35,6 +35,9 @@ MAX_HEADER_BYTES = 100_000_000
 # Python names the flag since 3.13; the number is that of Linux.
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
+# References to a mapping that has no tensors: the attribute, and the argument of who counts them.
+_UNSHARED = 2
+
 # Name in the format -> (torch's name, bytes per element).
 _DTYPES = {
     "BOOL": ("bool", 1),
@@ -108,6 +111,15 @@ class SafetensorsFile:
                 count = header.nbytes // dtype.itemsize
                 data = torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
                 yield name, data.view(header.shape)
+
+    def release(self) -> None:
+        """Leave the pages that were read to the system, unless somebody holds a tensor of them.
+
+        They are read again when a tensor is asked for. A tensor that somebody holds may have been
+        written to, which only the pages know.
+        """
+        if sys.getrefcount(self._map) <= _UNSHARED and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
 
     def read_into(self, buffer: memoryview, name: str, start: int) -> None:
         """Fill ``buffer`` with bytes of tensor ``name``, from its byte ``start``; from any thread.

@@ -136,6 +136,7 @@ class Worker:
                     pack=True,
                     tp_size=self._context.tp_size,
                 )
+                source.checkpoint.release()
         self._compiles.loaded(model)
         phases["weights"] -= packing
         phases["packing"] = packing
