@@ -56,6 +56,24 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell the process that shows the report which processes of tests were no forks."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["afresh"] = dict(forkserver.afresh)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take what a worker told at its end. One that died told nothing."""
+    forkserver.afresh.update(getattr(node, "workeroutput", {}).get("afresh", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show why processes were no forks: what a test leaves in the environment may forbid all."""
+    for names, number in forkserver.afresh.most_common():
+        terminalreporter.write_line(f"{number} processes imported all anew, because of {names}")
+
+
 @cache
 def _has_gpu() -> bool:
     import torch

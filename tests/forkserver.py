@@ -36,6 +36,7 @@ import subprocess
 import sys
 import threading
 import types
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -55,8 +56,9 @@ TRANSFORMERS = ("transformers.modeling_utils", "engine_core_transformers.model")
 # What begins so is read when a library is imported, or when Python starts.
 _FIXED = ("CUDA_", "GOMP_", "KMP_", "MKL_", "NUMBA_", "OMP_", "PYTHON", "TORCH_", "TYPER_")
 _FIXED += ("PROMETHEUS_",)
-# The third is for threads that wait for others, and a process of ours sets it for those it spawns.
-_SET_ANEW = ("PYTHONPATH", "PYTHONUNBUFFERED", "GOMP_SPINCOUNT")
+# Python reads PYTHONBREAKPOINT at a breakpoint only, and Ray sets it for good where it connects.
+# GOMP_SPINCOUNT is for threads that wait for others: a process of ours sets it for those it spawns.
+_SET_ANEW = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONBREAKPOINT", "GOMP_SPINCOUNT")
 # What a fork with a variable imports anew, because it is read at the import and costs little.
 _IMPORTED_ANEW = {
     "PROMETHEUS_MULTIPROC_DIR": ("prometheus_client", "engine_core.server", "engine_core.cli")
@@ -67,6 +69,9 @@ _TRITON = "TRITON_INTERPRET"  # read when Triton is imported, which PRELOADED do
 _HERE = str(Path(__file__).parent)
 
 Task = Callable[[], None]
+
+# Processes of this one's that imported all anew, by the variables that forbade a fork.
+afresh: Counter[str] = Counter()
 
 
 def _fixed(environment: dict[str, str], *, has_triton: bool) -> dict[str, str]:
@@ -94,7 +99,10 @@ class Server:
     def offers(self, environment: dict[str, str]) -> bool:
         """Whether a process with this environment may come from here."""
         asked = _fixed(environment, has_triton=self._has_triton)
-        return os.getpid() == self._owner and asked == self._environment
+        other = {name for name, _ in asked.items() ^ self._environment.items()}
+        if other:
+            afresh[", ".join(sorted(other))] += 1
+        return os.getpid() == self._owner and not other
 
     def fork(self, files: Sequence[tuple[int, int]], **request: Any) -> int:
         """A new child's process id. ``files`` are pairs: one open here, its number there."""

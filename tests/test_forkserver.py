@@ -136,6 +136,18 @@ def test_what_is_read_at_an_import_makes_it_a_process_of_its_own() -> None:
             text=True,
         )
         assert done.stdout.strip() == expected
+    assert forkserver.afresh["OMP_NUM_THREADS"], "the report does not say why it was no fork"
+
+
+def test_a_variable_that_ray_leaves_is_the_forks_too() -> None:
+    program = "import os, sys; print('torch' in sys.modules, breakpoint() == os.getpid())"
+    done = forkserver.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONBREAKPOINT": "os.getpid"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["True", "True"], done.stderr
 
 
 def test_what_a_client_of_metrics_reads_at_its_import_is_read_in_the_fork(tmp_path: Path) -> None:
