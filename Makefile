@@ -23,10 +23,11 @@ EDITABLE := -e '.[cpu]' $(BESIDE:%=-e %)
 empty :=
 space := $(empty) $(empty)
 
-# On all cores: pip would take a minute on one. Some packages hold files of another Python. What hardly
-# anything imports, which is half of it, is compiled when something does.
-RARE := /transformers/models/|/tests/|/pip/|/torch/(testing|onnx|_inductor)/|/ray/(rllib|data|llm|train|tune)/
-COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '$(RARE)' $(VENV)/lib || true
+# On so many cores, 0 for all: pip would take a minute on one. Some packages hold files of another Python.
+# What hardly anything imports, which is more than half of it, is compiled when something does.
+RARE := /transformers/models/|/tests/|/pip/|/torch/(testing|onnx|_inductor|ao)/|/anthropic/|/mypyc?/|/networkx/|/virtualenv/
+RARE := $(RARE)|/ray/(rllib|data|llm|train|tune|autoscaler|dashboard)/|/pygments/lexers/|/sympy/physics/|/numba/cuda/
+compile = { $(BIN)/python -m compileall -qq -j $(1) -x '$(RARE)' $(VENV)/lib || true; }
 
 SMOLLM2 := $(CACHE)/models/SmolLM2-135M-Instruct.Q4_1.gguf
 PROMPT ?= What is an inference engine? Answer in two sentences.
@@ -52,7 +53,8 @@ models: $(VENV)/.created ## Fetch the models and tokenizers that the tests use.
 	@$(BIN)/python scripts/fetch_models.py --cache $(CACHE)
 
 # Tests that wait leave a core now and then, which is enough for the checks of types and imports.
-test: lint models browser ## Run every check; CI runs this.
+test: $(VENV)/.created ## Run every check; CI runs this.
+	@$(MAKE) -j 2 lint models browser
 	@$(MAKE) types imports >$(CACHE)/checks.log 2>&1 & checks=$$!; failed=0; \
 	$(MAKE) unit || failed=1; wait $$checks || failed=1; cat $(CACHE)/checks.log; exit $$failed
 
@@ -134,17 +136,20 @@ $(VENV)/.created:
 $(VENV)/.runtime: $(VENV)/.created $(PROJECTS) tests/constraints.txt
 	@echo "installing torch, engine-core and its plugins into $(VENV); this takes a minute"
 	$(BIN)/pip install --quiet --no-compile $(CONSTRAINTS) $(TORCH) $(EDITABLE)
-	@$(COMPILE)
+	@$(call compile,0)
 	@touch $@
 
-# Without a new environment for the build of each of our packages; pip takes one core alone.
+# Without a new environment for the build of each of our packages. pip takes one core alone, most of it to
+# find and unpack what tests need; beside it the other builds ours and compiles what torch brought.
 $(VENV)/.test: $(VENV)/.created $(PROJECTS) $(EXAMPLES:%=%/pyproject.toml) tests/constraints.txt
-	@echo "installing torch, engine-core, its plugins and what tests need into $(VENV); this takes three minutes"
+	@echo "installing torch, engine-core, its plugins and what tests need into $(VENV); this takes two minutes"
 	$(BIN)/pip install --quiet --no-compile $(CONSTRAINTS) $(TORCH) setuptools
 	triton=$$($(BIN)/python -c 'from importlib.util import find_spec; print("" if find_spec("triton") else "$(TRITON)")'); \
-	$(BIN)/pip install --quiet --no-compile --no-build-isolation $(CONSTRAINTS) $(TORCH) $$triton -e '.[test]'
-	@{ $(COMPILE); } & \
-	$(BIN)/pip install --quiet --no-compile --no-build-isolation $(CONSTRAINTS) $(BESIDE:%=-e %) $(EXAMPLES:%=-e %); wait
+	{ $(BIN)/pip install --quiet --no-deps --no-compile --no-build-isolation $(BESIDE:%=-e %) $(EXAMPLES:%=-e %) && \
+	  $(call compile,1); } & beside=$$!; \
+	$(BIN)/pip install --quiet --no-compile --no-build-isolation $(CONSTRAINTS) $(TORCH) $$triton -e '.[test]'; wait $$beside
+	@! { $(BIN)/pip check || true; } | grep '^engine-core'
+	@$(call compile,0)
 	@touch $(VENV)/.runtime $@
 
 $(SMOLLM2): | $(VENV)/.created
