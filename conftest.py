@@ -42,6 +42,7 @@ with suppress(ImportError):  # a machine with a GPU may run its tests without hy
 
 _LEFT_OUT = pytest.StashKey[set[str]]()
 _LONG = pytest.StashKey[set[str]]()
+_PROCESSOR = pytest.StashKey[float]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     A shell without job control has what it starts in the background ignore them, and its children.
     """
     config.stash[_LEFT_OUT], config.stash[_LONG] = set(), set()
+    config.stash[_PROCESSOR] = 0.0
     # The engine's own process, and each rank's.
     forkserver.spawn_from_here()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -57,19 +59,30 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Tell the process that shows the report which processes of tests were no forks."""
+    """Tell the process that shows the report what this worker's tests took and started."""
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["afresh"] = dict(forkserver.afresh)
+        told = {"processor": sum(os.times()[:4]), "afresh": dict(forkserver.afresh)}
+        session.config.workeroutput |= told
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Take what a worker told at its end. One that died told nothing."""
-    forkserver.afresh.update(getattr(node, "workeroutput", {}).get("afresh", {}))
+    told = getattr(node, "workeroutput", {})
+    forkserver.afresh.update(told.get("afresh", {}))
+    node.config.stash[_PROCESSOR] += told.get("processor", 0.0)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show why processes were no forks: what a test leaves in the environment may forbid all."""
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Show how busy workers were, and why processes were no forks.
+
+    What one test leaves in the environment may forbid all forks after it.
+    """
+    if config.stash[_PROCESSOR]:
+        seconds = f"{config.stash[_PROCESSOR]:.0f} processor seconds of workers and what they ran"
+        terminalreporter.write_line(seconds)
     for names, number in forkserver.afresh.most_common():
         terminalreporter.write_line(f"{number} processes imported all anew, because of {names}")
 
