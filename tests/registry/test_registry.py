@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
+from installed_plugins import install
 
 from engine_core import hookimpl
 from engine_core.configs import DefaultConfigBuilder, HFConfig
@@ -22,6 +25,7 @@ from engine_core.errors import (
 )
 from engine_core.inputs import PromptState
 from engine_core.registry import build_registry
+from engine_core.registry import registry as registry_module
 
 CONFIG = {
     "architectures": ["ToyForCausalLM"],
@@ -486,3 +490,33 @@ def test_schemes_are_named_by_paths() -> None:
     module = plugin(quantization_schemes=[_Recognising])
     registry = build_registry(entry_points=[Point("bad", module)])
     assert "quantization_schemes() must map names" in str(registry.reports[0].error)
+
+
+def test_packages_are_read_once_and_again_when_one_comes_or_goes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def found(name: str) -> list[tuple[str | None, str | None]]:
+        reports = build_registry().reports
+        return [(each.distribution, each.version) for each in reports if each.name == name]
+
+    looks: list[dict[str, Any]] = []
+    look = registry_module.metadata.entry_points
+
+    def count(**options: Any) -> Any:
+        looks.append(options)
+        return look(**options)
+
+    monkeypatch.setattr(registry_module.metadata, "entry_points", count)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # it would be a change of the folder
+    monkeypatch.syspath_prepend(tmp_path)
+    assert found("heather") == []
+    looks.clear()
+    assert found("heather") == []
+    assert looks == []
+    install(tmp_path, "heather", "requires_api = '0.3'\n")
+    assert found("heather") == [("heather", "1.2")]
+    assert found("heather") == [("heather", "1.2")]
+    assert len(looks) == 1
+    shutil.rmtree(tmp_path / "heather-1.2.dist-info")
+    assert found("heather") == []
+    del sys.modules["heather"]
