@@ -186,6 +186,7 @@ def check_preemption(name: str, copies: int = 3) -> None:
 def _assert_close(entries: list[dict[int, Any]], logits: torch.Tensor) -> None:
     """``entries`` report every token of a row; ``logits [rows, vocab]``."""
     reported = torch.full_like(logits, torch.nan)
-    for row, entry in zip(reported, entries, strict=True):
-        row[list(entry)] = torch.tensor([value.logprob for value in entry.values()])
+    tokens = torch.tensor([list(entry) for entry in entries])
+    values = [[value.logprob for value in entry.values()] for entry in entries]
+    reported.scatter_(1, tokens, torch.tensor(values, dtype=reported.dtype))
     torch.testing.assert_close(reported, logits.log_softmax(-1), atol=1e-4, rtol=0)
