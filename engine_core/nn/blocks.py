@@ -367,7 +367,7 @@ class DecoderLayer(Module):
         return self.post_feedforward_layernorm(out) if self.sandwich else out, residual
 
     def _entered(self, x: Tensor | PreNormed, residual: Tensor | None) -> tuple[Any, Tensor]:
-        """What the attention takes, and the residual beside it."""
+        """The input of the attention, and the residual beside it."""
         normed: Any
         if isinstance(x, PreNormed):
             normed = x.values
