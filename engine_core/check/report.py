@@ -23,7 +23,8 @@ HINTS = {
     "checkpoint-unsupported": "Take another format or conversion of the model.",
     "comparison-differs": "The first named part is where to look: its weights or its arithmetic.",
     "comparison-unavailable": "Compare with outputs of the original code through --against.",
-    "config-invalid": "Correct config.json, or the key alone with hf_overrides.",
+    "config-invalid": "Correct the file that is named, else config.json, a key of which "
+    "hf_overrides may set instead.",
     "device-unavailable": "Use device=cpu, or name the GPU that you plan for with --gpu.",
     "dtype-converted": "Set dtype to keep the stored type.",
     "eos-missing": "Generation ends at max_tokens; set stop_token_ids in the requests.",

@@ -372,6 +372,10 @@ def _three(values: Mapping[str, Any], key: str, default: list[float]) -> list[fl
         not isinstance(numbers, list)
         or len(numbers) != 3
         or not all(type(number) in (int, float) for number in numbers)
+        or (key == "image_std" and not all(number > 0 for number in numbers))
     ):
-        raise ConfigError(f"preprocessor_config.json: {key} must be three numbers, got {numbers!r}")
+        positive = " positive" * (key == "image_std")
+        raise ConfigError(
+            f"preprocessor_config.json: {key} must be three{positive} numbers, got {numbers!r}"
+        )
     return numbers

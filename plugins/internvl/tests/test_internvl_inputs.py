@@ -279,6 +279,7 @@ def test_configs_that_are_refused(changes: dict[str, Any], message: str) -> None
         ({}, {"do_resize": False}, "preprocessor_config.json: do_resize False is not supported"),
         ({}, {"size": {"height": 448}}, "size: height 448 is not supported, only 56"),
         ({}, {"image_mean": [0.5]}, "image_mean must be three numbers"),
+        ({}, {"image_std": [0.5, 0, 0.5]}, "image_std must be three positive numbers"),
         ({}, {"max_patches": 0}, "max_dynamic_patch must be a positive integer"),
     ],
 )

@@ -18,6 +18,8 @@ from engine_core.errors import RequestError
 
 _HIGHEST = 8000.0  # Hertz; of the mel bins.
 _RATES = (1000, 384_000)
+# What is resampled may be a little louder, and is then in float32.
+_LOUDEST = 2.0**127
 
 # Of the low-pass filter that resamples: half its length, in zero crossings of the sinc; where it
 # cuts, of the lower of the two rates' halves; and the shape of its window (Kaiser and Schafer,
@@ -97,11 +99,14 @@ class MelExtractor:
                 "into several, or have its end left out (mm_processor_kwargs: truncation)"
             )
         samples = samples[: math.ceil((longest + 1) * rate)]  # more than what is kept depends on
-        if samples.dtype.kind == "i":
-            samples = samples / -float(np.iinfo(samples.dtype).min)
-        elif not np.isfinite(samples).all():
-            raise RequestError("its samples are not all finite")
-        resampled = resample(samples.astype(np.float64), int(rate), self.rate)
+        scale = -float(np.iinfo(samples.dtype).min) if samples.dtype.kind == "i" else 1.0
+        samples = samples.astype(np.float64) / scale
+        if not (np.abs(samples) <= _LOUDEST).all():  # nor if one is no number
+            raise RequestError(
+                "its samples are not all finite, or some are far beyond those from -1 to 1: "
+                f"{_LOUDEST:g} is the most"
+            )
+        resampled = resample(samples, int(rate), self.rate)
         return resampled[: self.most].astype(np.float32)
 
     def features(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -198,6 +198,8 @@ MASK = np.repeat([1, 0], [10, 90])
         ([AUDIO], [("cat.wav", 16000)], "samples of a sound are floats"),
         ([AUDIO], [(noise(1600).astype(np.uint8), 16000)], r"got uint8"),
         ([AUDIO], [(np.full(1600, np.nan), 16000)], "not all finite"),
+        ([AUDIO], [(np.full(1600, np.inf, np.float16), 16000)], "not all finite"),
+        ([AUDIO], [(np.full(1600, -1e300), 16000)], "far beyond those from -1 to 1"),
         ([AUDIO], [(noise(16001), 16000)], "1.00 s long, and a sound may be 1 s at most"),
         ([AUDIO], [(noise(320), 16000)], "too short: a sound must be longer than 0.02 s"),
         ([AUDIO], [{"input_features": 1}], "are input_features and feature_attention_mask, got"),

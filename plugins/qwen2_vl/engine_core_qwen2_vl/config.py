@@ -273,7 +273,9 @@ def _preprocessor(
             not isinstance(numbers, list)
             or len(numbers) != 3
             or not all(type(number) in (int, float) for number in numbers)
+            or (key == "image_std" and not all(number > 0 for number in numbers))
         ):
-            raise ConfigError(f"{where}: {key} must be three numbers, got {numbers!r}")
+            positive = " positive" * (key == "image_std")
+            raise ConfigError(f"{where}: {key} must be three{positive} numbers, got {numbers!r}")
         values[key] = numbers
     return values

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from engine_core.errors import RequestError, shown
@@ -39,6 +40,8 @@ _FEATURES = {
 _LIMITS = ("min_pixels", "max_pixels")
 _MOST_PIXELS = 50_000_000  # what a picture may be resized to takes memory
 _FPS = 2.0  # transformers' processor takes this where nobody says another number.
+# Between two pairs of frames: a day. Positions of much more are no integers.
+_MOST_SECONDS = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,9 +242,7 @@ class Qwen2VLProcessor:
                 raise RequestError(wrong)
             patches = self._patcher.patches(frames, **limits)
             if timed:
-                fps = options.get("fps", getattr(item, "fps", None) or _FPS)
-                seconds = self._patcher.temporal_patch_size / fps
-                interval = self._interval(seconds)
+                interval = self._interval(self._seconds(item, options))
             digest = media_digest(kind, *frames, *patches.grid, interval)
             return self._made(kind, digest, patches, interval)
         except RequestError as error:
@@ -257,13 +258,31 @@ class Qwen2VLProcessor:
             features["interval"] = np.float64(interval)
         return MediaItem(kind, digest, (0, math.prod(patches.grid) // self._merge**2), features)
 
+    def _seconds(self, video: Any, options: Mapping[str, Any]) -> float:
+        """How long a pair of its frames is shown."""
+        fps = options.get("fps", getattr(video, "fps", None))
+        pair = self._patcher.temporal_patch_size
+        if fps is None:
+            return pair / _FPS
+        number = isinstance(fps, Real) and not isinstance(fps, bool)
+        if not number or not pair / _MOST_SECONDS <= fps < math.inf:
+            raise RequestError(
+                f"the frames of a video in a second (fps) are a number, and {pair} of them take at "
+                f"most {_MOST_SECONDS:.0f} s; got {shown(fps)}"
+            )
+        return float(pair / fps)
+
     def _interval(self, seconds: Any) -> float:
         """How many positions are between two pairs of frames."""
         import numpy as np
 
         given = np.asarray(seconds)
-        if given.size != 1 or given.dtype.kind not in "iuf" or not 0 < given.item() < math.inf:
-            raise RequestError(f"second_per_grid_ts must be a positive number, got {seconds!r}")
+        sound = given.size == 1 and given.dtype.kind in "iuf"
+        if not sound or not 0 < given.item() <= _MOST_SECONDS:
+            raise RequestError(
+                f"second_per_grid_ts must be a positive number, {_MOST_SECONDS:.0f} at most, "
+                f"got {shown(seconds)}"
+            )
         assert self._per_second is not None, "only videos of a model that counts seconds have one"
         return float(given.item() * self._per_second)
 

@@ -11,6 +11,7 @@ import torch
 
 from engine_core import LLM, SamplingParams
 from engine_core.configs import HFConfig
+from engine_core.errors import RequestError
 from engine_core.inputs import Video
 from engine_core.testing.reference import prepare
 from engine_core_qwen2_vl.config import Qwen25VLConfigBuilder
@@ -77,3 +78,26 @@ def test_a_video_goes_on_in_seconds(folder: Path) -> None:
         positions = prompt.token_state["mrope_positions"]
         assert positions[0].tolist() == [*np.repeat(times, 2).tolist(), after]
         assert positions[1:].tolist() == [[0] * 6 + [after], [0, 1] * 3 + [after]]
+
+
+@pytest.mark.parametrize("fps", [0, -1.0, 1e-5, 1e-300, float("nan"), float("inf"), "2", True])
+def test_a_video_of_no_number_of_frames_a_second_is_refused(folder: Path, fps: Any) -> None:
+    """Of so few a second its positions would be beyond all integers."""
+    processor = Qwen2VLProcessor(Qwen25VLConfigBuilder.build(HFConfig.from_folder(folder)))
+    frames = np.zeros((6, 8, 16, 3), np.uint8)
+    for given, options in ((Video(frames, fps=fps), {}), (frames, {"fps": fps})):
+        with pytest.raises(RequestError, match="fps"):
+            processor.process_media([VIDEO, 7], {"video": [given]}, options)
+
+
+def test_features_of_a_video_are_a_day_apart_at_most(folder: Path) -> None:
+    processor = Qwen2VLProcessor(Qwen25VLConfigBuilder.build(HFConfig.from_folder(folder)))
+    video = {"pixel_values_videos": np.zeros((32, 96), np.float32), "video_grid_thw": [2, 4, 4]}
+    for seconds, refused in ((86_400.0, False), (1e300, True)):
+        media = {"video": [{**video, "second_per_grid_ts": seconds}]}
+        if refused:
+            with pytest.raises(RequestError, match=r"second_per_grid_ts must be .* 86400 at most"):
+                processor.process_media([VIDEO, 7], media, {})
+        else:
+            prompt = processor.process_media([VIDEO, 7], media, {})
+            assert prompt.token_state["mrope_positions"][0].tolist()[4:8] == [4 * 86_400] * 4

@@ -248,6 +248,7 @@ def test_configs_that_are_refused(changes: dict[str, Any], message: str) -> None
         ({"patch_size": 16}, "patch_size 16 is not supported, only 14"),
         ({"min_pixels": -1}, "min_pixels and max_pixels must be positive"),
         ({"image_mean": [0.5]}, "image_mean must be three numbers"),
+        ({"image_std": [0.5, 0, 0.5]}, "image_std must be three positive numbers"),
     ],
 )
 def test_preprocessors_that_are_refused(
