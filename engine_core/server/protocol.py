@@ -402,8 +402,11 @@ Detail = Literal["auto", "low", "high", "original"]
 """How closely a client wants a picture looked at. No effect: ``mm_processor_kwargs`` say it."""
 
 
-class MediaUrl(OpenBody):
-    """Where a picture, video or sound is."""
+class MediaUrl(Body):
+    """The place of a picture, video or sound.
+
+    Other services have options of its processing here, which would change the answer.
+    """
 
     url: str | None = None
     """A data URL (``data:TYPE;base64,...``), or an address that the server's owner allows."""
@@ -439,7 +442,7 @@ class AudioUrlPart(_MediaPart):
     audio_url: str | MediaUrl | None = None
 
 
-class AudioData(OpenBody):
+class AudioData(Body):
     """A file of sound."""
 
     data: str

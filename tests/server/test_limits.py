@@ -254,6 +254,17 @@ CHAT: dict[str, Any] = {
             {"messages": [{"role": "user", "content": "a", "images": ["AA=="]}]},
             "messages.0.images: unknown field; give what it shows a part of its own",
         ),
+        *(
+            (
+                {"messages": [{"role": "user", "content": [{"type": kind, kind: shown}]}]},
+                f"messages.0.content.0.{kind}.{field}: unknown field",
+            )
+            for kind, field, shown in (
+                ("image_url", "max_dynamic_patch", {"url": "data:", "max_dynamic_patch": 2}),
+                ("video_url", "num_frames", {"url": "data:", "num_frames": 2}),
+                ("input_audio", "uuid", {"data": "AA==", "format": "wav", "uuid": "a"}),
+            )
+        ),
         ({"mm_processor_kwargs": {"max_pixels": 9}}, "mm_processor_kwargs are for what the mess"),
         ({"use_beam_search": True}, "use_beam_search: only false is supported"),
         (
