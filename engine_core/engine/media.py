@@ -424,7 +424,8 @@ class MediaIntake:
             return type(error)(str(error), param=place)
         if isinstance(error, RequestError) and error.param in (named := _family_names(wanted)):
             one, said = named[error.param]
-            text = str(error).removeprefix(said)
+            # Offline a part has the name that the family gives it, and a decoder said it already.
+            text = str(error).removeprefix(f"{one.param}: ").removeprefix(said)
             return type(error)(f"{one.param}: {text}", param=one.param)
         if isinstance(error, EngineError):
             return error
