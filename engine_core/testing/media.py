@@ -30,6 +30,8 @@ from engine_core.testing.trace import TOLERANCE, difference
 
 # A prompt of as many tokens is cut everywhere.
 _CUTS = 48
+# Heights and widths of pictures whose outlines are asked for.
+_SIZES = ((1, 1), (24, 36), (36, 24), (17, 53), (64, 64), (200, 90))
 
 
 @dataclass(frozen=True)
@@ -63,13 +65,15 @@ def media_items(subject: Subject) -> None:
     """Each item has its place, and a digest that tells it from every other one.
 
     Each prompt is also tried with one number of an item changed, with the options of others,
-    without its last item, and with text after it.
+    without its last item, and with text after it. What is said of a picture by its size alone is
+    what becomes of it.
     """
     _check_kinds(subject)
     variants = []
     for prompt, shown in _prompts(subject):
         variant = _Variant(f"prompt {prompt.name!r}", shown, _process(subject, shown))
         _check_places(variant, prompt)
+        _check_outlines(subject, variant)
         edited = _taken(subject, variant, _edited(subject, shown))
         continued = _taken(subject, variant, _continued(subject, variant))
         variants += [variant, *edited, *continued]
@@ -126,6 +130,54 @@ def _check_reuse(subject: Subject, variant: _Variant) -> None:
             f"{variant.how}: with its own items of another prompt in place of what they were made "
             f"of, it has other {what}; reuses_items says that only spans are made anew"
         )
+
+
+def _check_outlines(subject: Subject, variant: _Variant) -> None:
+    """A picture's size alone lays a prompt out as the picture does, where the family says so."""
+    say = getattr(subject.processor, "picture_outline", None)
+    items = variant.prompt.media
+    if say is None or {item.kind for item in items} != {"image"}:
+        return
+    ids = list(variant.prompt.token_ids)
+    for item in reversed(items):  # which may have one placeholder each
+        ids[item.span[0] + 1 : item.span[1]] = []
+    options = dict(variant.shown.options)
+    for size in _SIZES:
+
+        def lay(image: Any) -> ProcessedPrompt:
+            shown = replace(variant.shown, token_ids=ids, media={"image": [image] * len(items)})
+            return _process(subject, shown)
+
+        try:
+            whole = lay(np.zeros((*size, 3), np.uint8))
+        except EngineError:  # not all sizes are taken, nor options for what is no features
+            continue
+        how = f"{variant.how} with pictures of {size[1]} x {size[0]} pixels"
+        try:
+            outline = say(*size, options)
+            again = lay(outline)
+        except Exception as error:
+            raise ConformanceError(
+                f"{how}: with the picture_outline({size[0]}, {size[1]}, {options}) in place of "
+                f"each, {type(error).__name__}: {error}; process_media takes it as it takes items "
+                "made before"
+            ) from error
+        if outline.num_embeddings != whole.media[0].num_embeddings:
+            raise ConformanceError(
+                f"{how}: picture_outline({size[0]}, {size[1]}, {options}) has "
+                f"{outline.num_embeddings} embeddings, and each picture "
+                f"{whole.media[0].num_embeddings}; by it prompts are refused as too long"
+            )
+        # An outline has no digest, and of the features some at most.
+        bare = [replace(item, digest=b"", features={}) for item in (*whole.media, *again.media)]
+        half = len(whole.media)
+        whole = replace(whole, media=tuple(bare[:half]))
+        again = replace(again, media=tuple(bare[half:]))
+        if what := _unlike(whole, again):
+            raise ConformanceError(
+                f"{how}: with their picture_outline in place of them it has other {what}; "
+                "process_media lays a prompt out by it as by the picture"
+            )
 
 
 def _check_kinds(subject: Subject) -> None:

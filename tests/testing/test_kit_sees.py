@@ -25,6 +25,12 @@ CHECKS = {
 RUNS = {"test_media_chunks", "test_media_neighbours", "test_media_caches"}
 SAME = r"has the digest of another one \(prompt '[a-z ]+'"
 
+# An outline in place of a picture, of which it has the size.
+_ARRAY = "picture = np.asarray(pictures.pop(0))"
+_OUTLINE = """picture = pictures.pop(0)
+            if isinstance(picture, MediaItem):
+                picture = np.zeros((*picture.features["size"], 3), np.uint8)"""
+
 FAULTS = {
     "a digest that ignores the content": Fault(
         "inputs.py",
@@ -223,6 +229,43 @@ FAULTS = {
             "test_media_items": r"with its own items of another prompt in place of what they were "
             r"made of, ValueError: .*reuses_items says that it takes them",
             "test_media_caches": r"LooksProcessor.process_media failed: ValueError: not enough",
+        },
+    ),
+    "a picture of another size than is said": Fault(
+        "inputs.py",
+        "    @classmethod\n    def condition",
+        "    def picture_outline(self, height, width, options):\n"
+        "        tall = (width + 1) // 2 * height * 2\n"
+        '        return MediaItem("image", b"", (0, tall), {"size": (height, width)})\n\n'
+        "    @classmethod\n    def condition",
+        {
+            "test_media_items": r"'a picture first' with pictures of 1 x 1 pixels: "
+            r"picture_outline\(1, 1, \{\}\) has 2 embeddings, and each picture 1;",
+        },
+        more={_ARRAY: _OUTLINE},
+    ),
+    "a picture whose size is said the wrong way round": Fault(
+        "inputs.py",
+        "    @classmethod\n    def condition",
+        "    def picture_outline(self, height, width, options):\n"
+        "        size = (width, height)\n"
+        '        return MediaItem("image", b"", (0, width * height), {"size": size})\n\n'
+        "    @classmethod\n    def condition",
+        {
+            "test_media_items": r"'a picture first' with pictures of 36 x 24 pixels: with their "
+            r"picture_outline in place of them it has other token_state",
+        },
+        more={_ARRAY: _OUTLINE},
+    ),
+    "a size that is not taken in place of a picture": Fault(
+        "inputs.py",
+        "    @classmethod\n    def condition",
+        "    def picture_outline(self, height, width, options):\n"
+        '        return MediaItem("image", b"", (0, width * height))\n\n'
+        "    @classmethod\n    def condition",
+        {
+            "test_media_items": r"with pictures of 1 x 1 pixels: with the picture_outline\(1, 1, .*"
+            r" in place of each, ValueError: .*process_media takes it",
         },
     ),
     "parts that give something else than the whole": Fault(
