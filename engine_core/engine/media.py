@@ -248,7 +248,8 @@ class MediaIntake:
                 size = sum(len(after.value) for before, after in came if names_source(before))
                 made.add_done_callback(lambda _: self._sources.release(size, client))
 
-        coming = self._sources.begin(parts, client)
+        # A program waits for its prompts by itself, and would be refused for those before.
+        coming = self._sources.begin(parts, client, bounded=not here)
 
         def refuse(done: Future[list[MediaPart]]) -> None:
             self._count(refused=not done.cancelled() and done.exception() is not None)

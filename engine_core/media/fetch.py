@@ -32,7 +32,7 @@ _SECONDS = 20.0
 _AT_ONCE = 64
 _OF_CLIENT = 16
 _OF_HOST = 32
-# What may wait for one of them, or be in it.
+# What may wait for one of them, or be in it; more if it is all of one prompt.
 _QUEUED = 256
 _PORTS = {"http": 80, "https": 443}
 
@@ -82,12 +82,15 @@ class MediaSources:
         self._held: Counter[Hashable] = Counter()
         self._closed = False
 
-    def begin(self, parts: Sequence[MediaPart], client: Hashable = None) -> Future[list[MediaPart]]:
+    def begin(
+        self, parts: Sequence[MediaPart], client: Hashable = None, *, bounded: bool = True
+    ) -> Future[list[MediaPart]]:
         """Begin to read the parts that name their content, several at once.
 
         The first that fails ends the others. The ``client`` is whose prompt it is: clients take
         turns. If too many files wait, the newest of the client with the most raises
         :class:`QueueFullError`, if that is another.
+        Where they are not ``bounded``, whoever calls bounds how many prompts there are at a time.
 
         Returns:
             The parts, with the bytes of a file in the place of its path or address. Data URLs stay:
@@ -99,7 +102,7 @@ class MediaSources:
             EngineDeadError: the engine is being shut down.
         """
         made: Future[list[MediaPart]] = Future()
-        reading = Reading(self._max_bytes, partial(self._hold, group_of(client)))
+        reading = Reading(self._max_bytes, partial(self._hold, group_of(client), bounded=bounded))
         coming = {
             place: _Task(part, reading, client)
             for place, part in enumerate(parts)
@@ -151,7 +154,7 @@ class MediaSources:
             return made
         with self._lock:
             self._check_open()
-            shed, full = self._queue(client, tasks)
+            shed, full = self._queue(client, tasks, bounded=bounded)
             if full is None:
                 self._readings.add(reading)
                 self._dispatch()
@@ -166,15 +169,20 @@ class MediaSources:
             raise EngineDeadError("the engine is being shut down and takes no more requests")
 
     def _queue(
-        self, client: Hashable, tasks: Sequence[_Task]
+        self, client: Hashable, tasks: Sequence[_Task], *, bounded: bool
     ) -> tuple[list[_Task], QueueFullError | None]:
         """Have tasks wait. What leaves its place to them, and why they have none."""
+        if not bounded:
+            self._wait(tasks)
+            return [], None
         held, own = self._held.total(), self._held[group_of(client)]
         if held > _MAX_HELD or own > _MAX_OF_CLIENT:
             return [], self._full()
         self._wait(tasks)
         shed: list[_Task] = []
-        while len(self._turns) + self._turns.num_running > _QUEUED:
+        # A prompt that names more has its turn where nothing else waits: later it had none either.
+        most = max(_QUEUED, len(tasks))
+        while len(self._turns) + self._turns.num_running > most:
             if (other := self._turns.shed(client)) is None:
                 for task in tasks:
                     self._turns.discard(client, task)
@@ -233,12 +241,16 @@ class MediaSources:
                 self._dispatch()
             del task  # to which an error leads through this frame
 
-    def _hold(self, group: Hashable, size: int) -> None:
+    def _hold(self, group: Hashable, size: int, *, bounded: bool = True) -> None:
         """So many bytes more are held for a client, or fewer."""
         with self._lock:
             own = self._held[group] + size
             most = self._held.total() + size
-            if size > 0 and (own > _MAX_OF_CLIENT + self._max_bytes or most > 2 * _MAX_HELD):
+            if (
+                bounded
+                and size > 0
+                and (own > _MAX_OF_CLIENT + self._max_bytes or most > 2 * _MAX_HELD)
+            ):
                 raise self._full()
             self._held[group] = own
             if own <= 0:

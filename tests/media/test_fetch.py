@@ -466,6 +466,40 @@ def slow_ones(sources: MediaSources, dialled: list[Any], count: int, client: Any
     return begun
 
 
+def test_a_prompt_may_name_more_than_the_queue_has(
+    dialled: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If nothing else waits; and it gives way, as others do."""
+    monkeypatch.setattr(fetch, "_QUEUED", 20)
+    sources = MediaSources(domains=("public.example",), seconds=60)
+    assert len(sources.begin(urls(*["fine"] * 30), "one").result(60)) == 30
+    wait_until(lambda: not sources._turns.num_running)
+    many = sources.begin(urls(*["slow"] * 40), "one")
+    with pytest.raises(QueueFullError, match="send it again later"):
+        sources.begin(urls(*["fine"] * 50), "two")
+    assert not many.done()
+    waits = sources.begin(urls("fine"), "two")
+    with pytest.raises(QueueFullError):
+        many.result(60)
+    assert waits.result(60)[0].value == CONTENT
+    sources.close()
+
+
+def test_a_program_is_refused_for_nothing_that_it_asked_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_QUEUED", "_MAX_HELD", "_MAX_OF_CLIENT"):
+        monkeypatch.setattr(fetch, name, 1)
+    (tmp_path / "a.png").write_bytes(CONTENT)
+    sources = MediaSources(max_bytes=3 * len(CONTENT))
+    parts = [MediaPart("image", tmp_path / "a.png", f"part.{number}") for number in range(3)]
+    begun = [sources.begin(parts, bounded=False) for _ in range(8)]
+    assert [len(each.result(60)) for each in begun] == [3] * 8
+    sources.release(8 * 3 * len(CONTENT))
+    assert not sources._held
+    sources.close()
+
+
 def test_the_slow_addresses_of_one_hold_up_no_other(
     sources: MediaSources, dialled: list[Any]
 ) -> None:

@@ -21,7 +21,7 @@ from engine_core.engine.media import MediaIntake
 from engine_core.engine.trace import EngineTrace, write_trace
 from engine_core.errors import ConfigError, OptionError, RequestError
 from engine_core.inputs import MediaItem, Video
-from engine_core.media import MediaPart
+from engine_core.media import MediaPart, fetch
 from engine_core.workers import WorkerPool
 from engine_core_qwen2_vl.config import Qwen2VLConfigBuilder
 from engine_core_qwen2_vl.inputs import Qwen2VLProcessor
@@ -78,6 +78,16 @@ def test_one_picture_in_every_form(llm: LLM, folder: Path) -> None:
     assert not llm.engine.frontend.media._sources._held
     # And another one is another one.
     assert tokens(llm, {**prompts[0], "multi_modal_data": {"image": 255 - PIXELS}}) != expected
+
+
+def test_prompts_of_many_files_wait_for_each_other(
+    llm: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_QUEUED", "_MAX_HELD", "_MAX_OF_CLIENT"):
+        monkeypatch.setattr(fetch, name, 1)
+    prompt = {"prompt": 2 * PROMPT, "multi_modal_data": {"image": 2 * [folder / "a.png"]}}
+    outputs = llm.generate([prompt] * 12, PARAMS)
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
 
 
 def test_a_picture_by_its_uuid(llm: LLM) -> None:
