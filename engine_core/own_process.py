@@ -11,13 +11,17 @@ import contextlib
 import ctypes
 import gc
 import logging
+import multiprocessing
 import os
+import pickle
 import resource
 import signal
 import stat
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from multiprocessing import spawn
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 # Parameters of mallopt, from malloc.h.
@@ -45,6 +49,10 @@ _claimed = False
 _uncollected_lock = threading.Lock()
 # How many blocks of :func:`uncollected` run, and whether garbage was collected before the first.
 _uncollected, _collects = 0, False
+# Held while what multiprocessing tells of the user's program is another's.
+_telling = threading.Lock()
+# What it tells a spawned process of the program that it is to read.
+_TOLD_OF_MAIN = ("init_main_from_name", "init_main_from_path")
 
 
 def claim() -> None:
@@ -122,6 +130,40 @@ def forget_parent(inherited: Iterable[int]) -> None:
             if number > 2 and not stat.S_ISCHR(os.fstat(number).st_mode):
                 os.dup2(nowhere, number, inheritable=False)
     os.close(nowhere)
+
+
+@contextlib.contextmanager
+def main_left_out(given: object) -> Iterator[None]:
+    """Have processes that this thread spawns in the ``with`` block not read the user's program.
+
+    Python has each of them run it, up to ``if __name__ == "__main__"``. A program without this line
+    would make an engine there too, and one that came by stdin is not found. ``given`` is what the
+    processes get: if something of it is the program's own, they read the program.
+    """
+    if b"__main__" in pickle.dumps(given):
+        yield
+        return
+    thread = threading.get_ident()
+
+    def told(name: str) -> dict[str, Any]:
+        data = whole(name)
+        if threading.get_ident() == thread:
+            for key in _TOLD_OF_MAIN:
+                data.pop(key, None)
+        return data
+
+    with _telling:
+        whole = spawn.get_preparation_data
+        spawn.get_preparation_data = told
+        try:
+            yield
+        finally:
+            spawn.get_preparation_data = whole
+
+
+def may_have_children() -> bool:
+    """Whether multiprocessing lets this process start others; a worker of its ``Pool`` may not."""
+    return not multiprocessing.current_process().daemon
 
 
 def how_ended(code: int | None) -> str:
@@ -205,6 +247,8 @@ __all__ = [
     "how_ended",
     "is_claimed",
     "keep_freed_memory",
+    "main_left_out",
+    "may_have_children",
     "poll_briefly",
     "return_freed_memory",
     "thaw",

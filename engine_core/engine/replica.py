@@ -191,7 +191,7 @@ class ProcessReplica(asyncio.Protocol, MessageReplica):
                 # It has children of its own with tensor parallelism, as a daemon may not.
                 daemon=False,
             )
-            with _environment(environment or {}):
+            with _environment(environment or {}), own_process.main_left_out((model, config)):
                 child.start()
         if listener is not None:
             listener.close()

@@ -34,6 +34,7 @@ from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.memory import CachePlan, check_memory, plan_cache
 from engine_core.runtime.phases import Phases
 from engine_core.runtime.rank_processes import RankProcesses, ended_on_failure, fork_ranks
+from engine_core.runtime.ranks import sizes
 from engine_core.runtime.source import ModelSource, open_model
 from engine_core.runtime.swap import count_swap_blocks
 from engine_core.runtime.worker import WorkerReport
@@ -112,6 +113,8 @@ def open_engine(model: str, config: EngineConfig, *, fork: bool = False) -> Open
     Raises:
         EngineError: the model cannot run; the subclass says why.
     """
+    if config.num_ranks > 1 and config.distributed_executor != "ray":
+        _check_children(config)
     phases = Phases()
     with phases.timed("plugins"):
         registry = build_registry(config.custom_module_map, plugin_errors=config.plugin_errors)
@@ -121,6 +124,15 @@ def open_engine(model: str, config: EngineConfig, *, fork: bool = False) -> Open
             ranks = fork_ranks(model, config)
     with ended_on_failure(ranks):
         return _open(model, config, registry, phases, ranks)
+
+
+def _check_children(config: EngineConfig) -> None:
+    if not own_process.may_have_children():
+        raise OptionError(
+            f"{sizes(config)} starts processes, which a daemonic process, such as a worker of "
+            "multiprocessing.Pool, may not; make the engine in a Process with daemon=False, or in "
+            "a worker of concurrent.futures.ProcessPoolExecutor"
+        )
 
 
 def _open(

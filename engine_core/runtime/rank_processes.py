@@ -117,7 +117,8 @@ def spawn_ranks(model: str, config: EngineConfig) -> RankProcesses:
                 name=_name(rank),
                 daemon=True,
             )
-            process.start()
+            with own_process.main_left_out((model, config)):
+                process.start()
             theirs.close()
             ranks.connections.append(ours)
             ranks.processes.append(process)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ import pytest
 import torch
 from golden_fixtures import GOLDEN, golden_prompts
 
-from engine_core import EngineConfig
+from engine_core import EngineConfig, own_process
+from engine_core.engine.startup import open_engine
+from engine_core.errors import OptionError
 from engine_core.runtime import rank_processes
 
 PROMPT = golden_prompts("llama-gqa")[2]
@@ -253,3 +257,57 @@ def _is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize("by", ["file", "stdin"])
+def test_new_processes_do_not_read_the_program(tmp_path: Path, by: str) -> None:
+    """It would start an engine in each of them, or is not found."""
+    part = """
+threading.Thread(target=time.sleep, args=(100,), daemon=True).start()
+print("read", flush=True)
+with start() as llm:
+    told["forked"] = llm.engine.core.executor._ranks.forked
+    told["tokens"] = generate(llm)
+"""
+    program = tmp_path / "program.py"
+    program.write_text(_PROGRAM + part + _TELL)
+    command = [sys.executable, str(program) if by == "file" else "-", str(GOLDEN / "llama-gqa")]
+    command += [json.dumps(PROMPT.input_ids), "{}"]
+    with program.open() as text:
+        done = subprocess.run(
+            command, stdin=text, capture_output=True, text=True, timeout=100, check=False
+        )
+    assert done.returncode == 0, done.stderr
+    read, told = done.stdout.splitlines()
+    assert (read, json.loads(told)) == ("read", {"forked": False, "tokens": PROMPT.new_tokens})
+
+
+def test_what_is_the_program_s_own_has_it_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own:
+        pass
+
+    def told(given: object) -> set[str]:
+        with own_process.main_left_out(given):
+            return {name for name in spawn.get_preparation_data("one") if "main" in name}
+
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__spec__", None)
+    monkeypatch.setattr(main, "__file__", "program.py", raising=False)
+    whole = {"init_main_from_path"}
+    assert told(("model", EngineConfig())) == set()
+    Own.__module__, Own.__qualname__ = "__main__", "Own"
+    monkeypatch.setattr(main, "Own", Own, raising=False)
+    assert told(("model", Own())) == whole
+    with own_process.main_left_out(()):
+        other = concurrent.futures.ThreadPoolExecutor(1)
+        data = other.submit(spawn.get_preparation_data, "another thread's").result()
+    assert whole <= data.keys()
+    assert whole <= spawn.get_preparation_data("one").keys()
+
+
+def test_ranks_in_a_daemonic_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiprocessing's own word for it is an AssertionError."""
+    monkeypatch.setattr(own_process, "may_have_children", lambda: False)
+    with pytest.raises(OptionError, match="tensor_parallel_size 2 starts processes, which a daem"):
+        open_engine(str(GOLDEN / "llama-gqa"), EngineConfig(tensor_parallel_size=2), fork=True)
+    open_engine(str(GOLDEN / "llama-gqa"), EngineConfig(), fork=True)
