@@ -118,8 +118,9 @@ class Checkpoint:
 
         They would count as this process's memory for as long as it runs: a model's weights twice.
         """
-        for file in self._files:
-            if not isinstance(file, BinFile):
+        mapped = (self.gguf, *(f for f in self._files if isinstance(f, SafetensorsFile)))
+        for file in mapped:
+            if file is not None:
                 file.release()
 
     def safetensors_files(self) -> tuple[SafetensorsFile, ...] | None:
