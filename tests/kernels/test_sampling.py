@@ -187,8 +187,8 @@ def test_a_sample_bounds_the_least_kept_logit(
     monkeypatch.setattr(triton, "_LANES", 512)
     monkeypatch.setattr(triton, "_SAMPLED", 10)
     monkeypatch.setattr(triton, "_MOST_CANDIDATES", 6000)
-    if device == "cpu":  # no range can be so long, and the compiler would say so ahead
-        monkeypatch.setattr(triton, "_WHOLE_CHUNK", 3)
+    if device == "cpu":  # compiled kernels keep what they call
+        monkeypatch.setattr(triton, "_load_unlisted_chunk", None)
     batch = of_equal_logits(11, 20000)
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(batch.logits.shape, generator=generator) * deviation

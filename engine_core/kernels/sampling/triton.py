@@ -1,14 +1,16 @@
 """Sampling on a GPU: four launches, no sort, and at most two readings of each row.
 
-The first reads all logits, finds each row's largest and finishes the greedy rows. For a row with a
-top-k or a top-p the second guesses, from a sample of some thousand of its logits, two bounds
+The first reads all logits, finds each row's largest and finishes the greedy rows. Of a row with a
+top-k or a top-p it keeps a sample, some thousand logits, from which the second guesses two bounds
 between which the least kept logit lies. The third reads all logits again: it weighs those from the
-upper bound up by block, and gathers those between the bounds, usually some hundreds. In the fourth
-one program per row narrows the bounds to a single logit among those gathered, and draws: the block,
-then the token. A row that nothing restricts is all above its bounds.
+upper bound up by block, and gathers those between the bounds, usually some hundreds, with a
+histogram of them. In the fourth one program per row finds the histogram's bin that the least kept
+logit is in, and the logit among those few, and draws: the block, then the token. A row that nothing
+restricts is all above its bounds.
 
 The guess decides how long it takes, not what is chosen: if it was wrong, the fourth goes through
-the whole row. Weights are integers, whose sums do not depend on how they are parted.
+the whole row. Weights are integers, whose sums do not depend on how they are parted. A launch reads
+what was there before the first while the launch before it still runs.
 """
 
 from __future__ import annotations
@@ -41,11 +43,21 @@ _LANES = 256
 _PARTS = 2
 _MANY_ROWS = 64
 _PARTS_OF_MANY = 8
+# Registers of a thread for many rows, so that more programs run at once: of those that weigh logits
+# that nothing adjusts, and of those that settle.
+_WEIGH_REGISTERS_OF_MANY = 40
+_SETTLE_REGISTERS_OF_MANY = 64
 # The sample has one logit of this many, or of up to half as many, and at most so many.
 _SAMPLED = 40
 _MOST_SAMPLED = 16384
-# Steps of the search for the bounds in the sample; each halves what is between.
-_SAMPLE_STEPS: tl.constexpr = tl.constexpr(20)
+# Bins of the sample between two bounds, and how often it is counted at most, each time in smaller
+# ones.
+_SAMPLE_BINS = 128
+_SAMPLE_ROUNDS: tl.constexpr = tl.constexpr(3)
+# Few enough tokens of the sample in the bins of the bounds, and a thousand of a row.
+_FEW_AT_ENDS: tl.constexpr = tl.constexpr(32.0)
+# Its threads have 32 logits of the sample each.
+_SAMPLED_BY_WARP = 1024
 # The margin of the bounds: standard deviations, and sampled tokens that may be missing. One row of
 # a million misses 5 deviations; each deviation is a thousand tokens or less to gather.
 _DEVIATIONS: tl.constexpr = tl.constexpr(5.0)
@@ -56,16 +68,29 @@ _FEWEST: tl.constexpr = tl.constexpr(16.0)
 _MOST_CANDIDATES = 16384
 # The entry of a candidate whose logit is -inf, which weighs nothing.
 _NO_CANDIDATE: tl.constexpr = tl.constexpr(-(0x800000 << 32))
+# Bits of a bin's number in the histogram of those gathered, of which few or none share a bin, and
+# how many of a bin are compared with each other.
+_BIN_BITS = 10
+_LISTED = 128
+# At a time, which bounds the registers that it takes.
+_COMPARED: tl.constexpr = tl.constexpr(32)
 # Logits that the narrowing program reads at once, of those gathered or of all, and its warps.
 _CHUNK = 1024
-_WHOLE_CHUNK = 1024
 _SETTLE_WARPS = 16
+# Logits of a block that are scanned at once.
+_SCANNED = 2048
 # Low bits that are the same for all logits of a type once they are float32.
 _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 _LEAST_TEMPERATURE: tl.constexpr = tl.constexpr(LEAST_TEMPERATURE)
 # Of those that are not -inf.
 _LEAST_LOGIT: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
+
+# Bits of a token in its place in the order of choice, which has the logit's key above them.
+_TOKEN_BITS: tl.constexpr = tl.constexpr(24)
+_LAST_TOKEN: tl.constexpr = tl.constexpr(2**24 - 1)
+# Below all places.
+_NOWHERE: tl.constexpr = tl.constexpr(-(2**62))
 
 # Kinds of choice for a row: already done, from all of its tokens, from a nucleus, or from the
 # top-k.
@@ -111,26 +136,32 @@ class _Found(NamedTuple):
         modes: the kind of choice, and how logits are adjusted.
         peaks: the largest logit.
         draws: the random number.
+        sample: some of the adjusted logits, float32.
         totals: about what all tokens of a nucleus row weigh, float32.
         bounds: ``[3]`` float32: the lower and the upper bound of those that are gathered, and below
             which logit none weighs anything.
         sums: what all tokens of a nucleus row weigh, or how many of a top-k row are above the
             bounds; and what those of a nucleus row that are above weigh.
-        sizes: how many tokens are between the bounds.
+        sizes: how many tokens are between the bounds; and a count of the narrowing program.
         masses: what a block's tokens above the bounds weigh, but for those ``min_p`` excludes.
         candidates: the tokens between the bounds in any order: the bits of the logit, then 32 bits
             of the token.
+        bins: a histogram of them: what tokens of a nucleus row weigh, or how many there are.
+        listed: ``[2]``: of those of one bin the places in the order of choice, and what each adds.
     """
 
     modes: Any
     peaks: Any
     draws: Any
+    sample: Any
     totals: Any
     bounds: Any
     sums: Any
     sizes: Any
     masses: Any
     candidates: Any
+    bins: Any
+    listed: Any
 
 
 @triton.jit
@@ -166,12 +197,6 @@ def _key(x):
 
 
 @triton.jit
-def _value(key):
-    """The float32 of a key."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _least_key(x, shift):
     """The least key, without its unused low bits, of a logit that is ``x`` or more."""
     key = _key(x)
@@ -182,9 +207,18 @@ def _least_key(x, shift):
 
 
 @triton.jit
-def _middle(low, high):
-    """The middle of two keys."""
-    return (low >> 1) + (high >> 1) + (low & high & 1)
+def _bin_bits(length, BITS: tl.constexpr):
+    """How many low bits numbers below ``length`` may lose to be ``BITS`` bits long."""
+    exponent = (length.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+    return tl.maximum(exponent + 1 - BITS, 0)
+
+
+@triton.jit
+def _gathered_keys(lower, upper, peak, shift):
+    """The first key and the one past the last of those from ``lower`` up to ``upper``."""
+    # Between two logits of 16 bits a bound stands for the upper one.
+    end = (_key(peak) >> shift) + 1
+    return _least_key(lower, shift), tl.minimum(_least_key(upper, shift), end)
 
 
 @triton.jit
@@ -220,7 +254,60 @@ def _limit(u, total):
 
 
 @triton.jit
-def _adjust(x, rows, row, mode, cols, mask):
+def _load_seen(rows, row, mode, cols, end):
+    """What a penalised row says of its tokens, 0 for those of others and from ``end`` on."""
+    seen = tl.zeros_like(cols)
+    if rows.kinds is not None:
+        end = tl.where(((mode // _KINDS) & 2) != 0, end, 0)
+        seen = tl.load(rows.seen + row * rows.vocab + cols, mask=cols < end, other=0)
+    return seen
+
+
+@triton.jit
+def _load_counts(rows, row, cols, seen):
+    """How often tokens were generated: few were, and memory is read for those alone."""
+    counts = tl.zeros_like(cols)
+    if rows.kinds is not None:
+        counts = tl.load(rows.counts + row * rows.vocab + cols, mask=seen >= 2, other=0)
+    return counts
+
+
+class _Penalties(NamedTuple):
+    """A row's penalties in float32, see the reference; and 1 / ``repetition``."""
+
+    repetition: Any
+    inverse: Any
+    frequency: Any
+    presence: Any
+
+
+@triton.jit
+def _load_penalties(numbers_ptr):
+    repetition = tl.load(numbers_ptr + 4).to(tl.float32)
+    return _Penalties(
+        repetition,
+        # A row of padding has none.
+        tl.div_rn(1.0, tl.where(repetition == 0.0, 1.0, repetition)),
+        tl.load(numbers_ptr + 5).to(tl.float32),
+        tl.load(numbers_ptr + 6).to(tl.float32),
+    )
+
+
+@triton.jit
+def _penalise(x, penalties, seen, counts):
+    """The logits ``x`` after a row's penalties."""
+    # With the remainder of a product by a rounded inverse a quotient is rounded as a division is.
+    quotient = x * penalties.inverse
+    rest = tl.fma(-quotient, penalties.repetition, x)
+    quotient = tl.fma(rest, penalties.inverse, quotient)
+    repeated = tl.where(x > 0, quotient, x * penalties.repetition)
+    x = tl.where(seen != 0, repeated, x)
+    x -= counts.to(tl.float32) * penalties.frequency
+    return tl.where(seen >= 2, x - penalties.presence, x)
+
+
+@triton.jit
+def _adjust(x, rows, row, mode, penalties, cols, mask, seen, counts):
     """The logits ``x`` of one row after what its mode says: bias, penalties, bans."""
     if rows.kinds is not None:
         adjusted = mode // _KINDS
@@ -230,19 +317,7 @@ def _adjust(x, rows, row, mode, cols, mask):
                 x += tl.load(rows.bias + row * rows.vocab + cols, mask=mask, other=0.0)
             is_penalised = (adjusted & 2) != 0
             if is_penalised:
-                numbers_ptr = rows.numbers + row * 7
-                repetition = tl.load(numbers_ptr + 4).to(tl.float32)
-                frequency = tl.load(numbers_ptr + 5).to(tl.float32)
-                presence = tl.load(numbers_ptr + 6).to(tl.float32)
-                at = row * rows.vocab + cols
-                seen = tl.load(rows.seen + at, mask=mask, other=0)
-                # Few tokens were generated, and memory is read for those alone.
-                generated = seen >= 2
-                counts = tl.load(rows.counts + at, mask=generated, other=0)
-                repeated = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
-                x = tl.where(seen != 0, repeated, x)
-                x -= counts.to(tl.float32) * frequency
-                x = tl.where(generated, x - presence, x)
+                x = _penalise(x, penalties, seen, counts)
             if (adjusted & _BANNED) != 0:
                 for index in range(rows.ban_width):
                     banned = tl.load(rows.ban_ids + row * rows.ban_width + index)
@@ -261,7 +336,19 @@ def _load_raw(rows, place, cols, end):
 def _load_logits(rows, place, row, mode, cols):
     """Adjusted logits of one row as float32, -inf beyond the vocabulary."""
     x = _load_raw(rows, place, cols, rows.vocab).to(tl.float32)
-    return _adjust(x, rows, row, mode, cols, cols < rows.vocab)
+    seen = _load_seen(rows, row, mode, cols, rows.vocab)
+    counts = _load_counts(rows, row, cols, seen)
+    penalties = _load_penalties(rows.numbers + row * 7)
+    return _adjust(x, rows, row, mode, penalties, cols, cols < rows.vocab, seen, counts)
+
+
+@triton.jit
+def _kind(numbers_ptr, vocab):
+    """From which tokens a row that is drawn chooses."""
+    top_k = tl.load(numbers_ptr + 1)
+    is_limited = (top_k >= 1) & (top_k < vocab)
+    is_nucleus = tl.load(numbers_ptr + 2) < 1
+    return tl.where(is_limited, _LIMITED, tl.where(is_nucleus, _NUCLEUS, _WHOLE))
 
 
 @triton.jit
@@ -298,10 +385,13 @@ def _peaks_kernel(
     PART: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_BLOCKS: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    PICKS: tl.constexpr,
+    DISTANCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    launch_dependents(PDL)
     wait(PDL)
+    launch_dependents(PDL)
     place = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     vocab = rows.vocab
@@ -311,11 +401,9 @@ def _peaks_kernel(
     numbers_ptr = rows.numbers + row * 7
     # In float64, for a temperature that float32 has no number for is not greedy.
     is_random = live & (tl.load(numbers_ptr) > 0)
-    top_k = tl.load(numbers_ptr + 1)
-    is_limited = (top_k >= 1) & (top_k < vocab)
-    is_nucleus = (tl.load(numbers_ptr + 2) < 1) & (is_limited == 0)
+    mode = _kind(numbers_ptr, vocab)
+    is_nucleus = mode == _NUCLEUS
     is_summed = is_random & is_nucleus
-    mode = tl.where(is_limited, _LIMITED, tl.where(is_nucleus, _NUCLEUS, _WHOLE))
     if rows.kinds is not None:
         adjusted = tl.load(rows.kinds + row) & 3
         is_banned = position + 1 < tl.load(ban_ends_ptr + row)
@@ -330,18 +418,38 @@ def _peaks_kernel(
     start = block * (PART * PARTS)
     end = tl.minimum(start + PART * PARTS, size)
     offsets = tl.arange(0, PART)
-    following = _load_raw(rows, place, start + offsets, end)
+    of = (rows, row, tl.where(live, mode, 0))
+    penalties = _load_penalties(numbers_ptr)
+    is_sampled = is_random & (mode % _KINDS >= _NUCLEUS)
+    lanes = tl.arange(0, PART // 4)
+    picked_end = tl.where(is_sampled, end, 0)
+    sample_ptr = found.sample + place * SAMPLE + lanes // DISTANCE
+    next_x = _load_raw(rows, place, start + offsets, end)
+    # Two parts ahead, for what is read of a token depends on what was seen of it.
+    next_seen = _load_seen(*of, start + offsets, end)
+    second_seen = _load_seen(*of, start + PART + offsets, end)
+    next_counts = _load_counts(rows, row, start + offsets, next_seen)
     for part in range(PARTS):
         cols = start + part * PART + offsets
-        x = following.to(tl.float32)
-        # The next are on their way meanwhile.
-        following = _load_raw(rows, place, cols + PART, end)
+        x = next_x.to(tl.float32)
+        seen = next_seen
+        counts = next_counts
+        next_x = _load_raw(rows, place, cols + PART, end)
+        next_seen = second_seen
+        second_seen = _load_seen(*of, cols + 2 * PART, end)
+        next_counts = _load_counts(rows, row, cols + PART, next_seen)
         # A comparison loses NaN, infinity wins it.
         x = tl.where(x == x, x, float("inf"))
         if rows.kinds is not None:
             raw_best = tl.maximum(raw_best, x)
-            x = _adjust(x, rows, row, tl.where(live, mode, 0), cols, cols < size)
+            x = _adjust(x, *of, penalties, cols, cols < size, seen, counts)
             x = tl.where(x == x, x, float("inf"))
+        if PICKS > 0:
+            even, _odd = tl.split(tl.reshape(x, (PART // 2, 2)))
+            picked, _odd = tl.split(tl.reshape(even, (PART // 4, 2)))
+            at = (block * PARTS + part) * PICKS
+            is_there = (lanes % DISTANCE == 0) & (start + part * PART + 4 * lanes < picked_end)
+            tl.store(sample_ptr + at, picked, mask=is_there)
         is_more = x > best
         if is_summed:
             # One of the two has nothing to be multiplied with.
@@ -402,19 +510,24 @@ def _bounds_kernel(
     rows,
     found,
     farthest,
-    most,
+    PART: tl.constexpr,
     SAMPLE: tl.constexpr,
+    PICKS: tl.constexpr,
+    DISTANCE: tl.constexpr,
+    BINS: tl.constexpr,
+    BIN_BITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    launch_dependents(PDL)
-    wait(PDL)
     place = tl.program_id(0).to(tl.int64)
+    vocab = rows.vocab
+    row = tl.load(rows.rows + place)
+    numbers_ptr = rows.numbers + row * 7
+    wait(PDL)
+    launch_dependents(PDL)
     mode = tl.load(found.modes + place)
     kind = mode % _KINDS
     if kind >= _NUCLEUS:
-        vocab = rows.vocab
-        row = tl.load(rows.rows + place)
-        numbers_ptr = rows.numbers + row * 7
+        tl.store(found.bins + (place << BIN_BITS) + tl.arange(0, 1 << BIN_BITS), 0)
         peak = tl.load(found.peaks + place)
         steepness = _steepness(numbers_ptr)
         temperature = tl.maximum(tl.load(numbers_ptr).to(tl.float32), _LEAST_TEMPERATURE)
@@ -422,56 +535,66 @@ def _bounds_kernel(
         floor = tl.maximum(peak - temperature * farthest, _LEAST_LOGIT)
         lower = floor
         upper = tl.full((), float("inf"), tl.float32)
-        if vocab > most:
+        if PICKS > 0:
             index = tl.arange(0, SAMPLE)
-            cols = index.to(tl.int64) * vocab // SAMPLE
-            x = _load_logits(rows, place, row, mode, cols)
+            is_there = index // PICKS * PART + index % PICKS * (4 * DISTANCE) < vocab
+            x = tl.load(found.sample + place * SAMPLE + index, mask=is_there, other=float("inf"))
             # In units of what one token of the sample stands for: how much is to be below the
             # bounds, tokens or weight.
-            share = SAMPLE / vocab.to(tl.float32)
-            if kind == _LIMITED:
-                sizes = tl.full((SAMPLE,), 1.0, tl.float32)
+            size = tl.sum(is_there.to(tl.float32), axis=0)
+            share = size / vocab.to(tl.float32)
+            top_p = tl.load(numbers_ptr + 2)
+            is_limited = kind == _LIMITED
+            if is_limited:
                 below = (vocab - tl.load(numbers_ptr + 1).to(tl.float32)) * share
             else:
-                sizes = _weights(x, peak, steepness)
-                left = 1.0 - tl.load(numbers_ptr + 2).to(tl.float32)
-                below = left * tl.load(found.totals + place) * share
-            # Below the lower bound there is surely less, below the upper one surely more.
-            is_upper = tl.arange(0, 2) == 1
-            low = tl.zeros((2,), tl.int32) + _key(floor)
-            end = _key(peak) + 1
-            high = tl.zeros((2,), tl.int32) + end
-            sure = high
-            for step in range(_SAMPLE_STEPS):
-                # By value, which is fast where logits are spread evenly, and by key, which is never
-                # slow.
-                pivot = _key(_value(low) * 0.5 + _value(high) * 0.5)
-                pivot = tl.where(step % 2 == 0, pivot, _middle(low, high))
-                pivot = tl.minimum(tl.maximum(pivot, low + 1), high - 1)
-                at = _value(pivot)
-                is_below = x[None, :] < at[:, None]
-                inside = tl.where(is_below, sizes[None, :], 0.0)
-                number = tl.sum(is_below.to(tl.float32), axis=1)
-                sum_ = tl.sum(inside, axis=1)
-                squares = tl.sum(inside * inside, axis=1)
-                variance = tl.maximum(squares - sum_ * sum_ / SAMPLE, 0.0)
-                each = tl.where(kind == _LIMITED, 1.0, _weights(at, peak, steepness))
+                below = (1.0 - top_p.to(tl.float32)) * tl.load(found.totals + place) * share
+            # A top-p beside a top-k is a share of what that keeps, all of which must be gathered.
+            has_upper = (is_limited == 0) | (top_p >= 1)
+            sizes = tl.where(is_limited, 1.0, _weights(tl.minimum(x, peak), peak, steepness))
+            bins = tl.arange(0, BINS)
+            low = tl.maximum(floor, tl.min(x, axis=0))
+            high = peak
+            step = tl.full((), 0, tl.int32)
+            while step < _SAMPLE_ROUNDS:
+                # Below the lower bound there is surely less, below the upper one surely more. All
+                # edges of equal bins are tried at once, then those of smaller bins between the
+                # bounds.
+                width = high * (1.0 / BINS) - low * (1.0 / BINS)
+                scale = tl.where(width > 1e-37, 1.0 / tl.maximum(width, 1e-37), 0.0)
+                is_below = x < low
+                inside = tl.where(is_below, sizes, 0.0)
+                index = tl.where(is_below, 0.0, tl.minimum(x, high) - low) * scale
+                index = tl.minimum(index, BINS - 1.0).to(tl.int32)
+                counted = tl.histogram(index, BINS, mask=(is_below == 0) & (x <= high))
+                counted = counted.to(tl.float32)
+                edges = low + bins.to(tl.float32) * width
+                each = tl.where(is_limited, 1.0, _weights(edges, peak, steepness))
+                middle = tl.where(is_limited, 1.0, _weights(edges + 0.5 * width, peak, steepness))
+                weighed = counted * middle
+                number = tl.sum(is_below.to(tl.float32), axis=0) + tl.cumsum(counted) - counted
+                sum_ = tl.sum(inside, axis=0) + tl.cumsum(weighed) - weighed
+                squares = weighed * middle
+                squares = tl.sum(inside * inside, axis=0) + tl.cumsum(squares) - squares
+                variance = tl.maximum(squares - sum_ * sum_ / size, 0.0)
                 margin = _DEVIATIONS * tl.sqrt(variance) + _MISSING * each
                 # A heavy token in the sample hides that there is more, far above where it is.
-                has_more = sum_ - margin >= below
-                sure = tl.where(has_more, tl.minimum(sure, pivot), sure)
-                is_higher = tl.where(
-                    is_upper,
-                    (has_more == 0) & (sum_ < 2.0 * below),
-                    (sum_ + margin <= below) & (number <= SAMPLE - _FEWEST),
-                )
-                low = tl.where(is_higher, pivot, low)
-                high = tl.where(is_higher, high, pivot)
-            lower = _value(tl.sum(tl.where(is_upper, 0, low), axis=0))
-            last = tl.sum(tl.where(is_upper, sure, 0), axis=0)
-            # A top-p beside a top-k is a share of what that keeps, all of which must be gathered.
-            has_both = (kind == _LIMITED) & (tl.load(numbers_ptr + 2) < 1)
-            upper = tl.where((last < end) & (has_both == 0), _value(last), upper)
+                has_more = (sum_ - margin >= below) & has_upper
+                has_less = (sum_ + margin <= below) & (number <= size - _FEWEST)
+                last = tl.max(tl.where(has_less, bins, -1), axis=0)
+                first = tl.min(tl.where(has_more, bins, BINS), axis=0)
+                at_ends = tl.sum(tl.where((bins == last) | (bins + 1 == first), counted, 0.0))
+                is_fine = (at_ends <= _FEW_AT_ENDS) | ((last < 0) & (first == BINS))
+                step = tl.where(is_fine, _SAMPLE_ROUNDS, step + 1)
+                next_low = low + last.to(tl.float32) * width
+                next_high = low + first.to(tl.float32) * width
+                lower = tl.where(last >= 0, next_low, lower)
+                upper = tl.where(first < BINS, next_high, upper)
+                if first < BINS:
+                    high = next_high
+                elif upper == float("inf"):
+                    high = next_low + width
+                low = tl.where(last >= 0, next_low, low)
         bounds_ptr = found.bounds + place * 3
         tl.store(bounds_ptr, lower)
         tl.store(bounds_ptr + 1, upper)
@@ -486,6 +609,10 @@ class _Bounds(NamedTuple):
         upper: below which they are gathered.
         size_ptr: counts those that are.
         candidates_ptr: where they go, ``most`` of them.
+        bins_ptr: their histogram.
+        last_key: the largest key of them.
+        shift: unused low bits of their keys.
+        bits: more low bits that do not tell their bin.
         most: see there.
         peak: the largest.
         steepness: the reciprocal temperature.
@@ -497,6 +624,10 @@ class _Bounds(NamedTuple):
     upper: Any
     size_ptr: Any
     candidates_ptr: Any
+    bins_ptr: Any
+    last_key: Any
+    shift: Any
+    bits: Any
     most: Any
     peak: Any
     steepness: Any
@@ -505,33 +636,47 @@ class _Bounds(NamedTuple):
 
 
 @triton.jit
-def _weigh_lanes(x, cols, bounds, sums, KIND: tl.constexpr, HAS_ABOVE: tl.constexpr):
-    """Gather and weigh one logit for each thread; returns ``sums`` with them, as _weigh_block."""
+def _is_between(x, bounds, HAS_ABOVE: tl.constexpr):
+    between = x >= bounds.lower
+    if HAS_ABOVE:
+        between = between & (x < bounds.upper)
+    return between
+
+
+@triton.jit
+def _gather_lanes(x, cols, masses, to, bounds, KIND: tl.constexpr, HAS_ABOVE: tl.constexpr):
+    """Gather one logit for each thread at the places ``to``; returns the places after them."""
+    between = _is_between(x, bounds, HAS_ABOVE)
+    entry = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | cols.to(tl.int64)
+    tl.store(bounds.candidates_ptr + to, entry, mask=between & (to < bounds.most))
+    distance = bounds.last_key - (_key(x) >> bounds.shift)
+    at = (distance.to(tl.uint32, bitcast=True) >> bounds.bits).to(tl.int32)
+    measure = masses if KIND == _NUCLEUS else tl.full(x.shape, 1, tl.int64)
+    tl.atomic_add(bounds.bins_ptr + at, measure, mask=between, sem="relaxed")
+    return to + between.to(tl.int32)
+
+
+@triton.jit
+def _weigh_lanes(x, bounds, sums, KIND: tl.constexpr, HAS_ABOVE: tl.constexpr):
+    """Weigh one logit for each thread; returns ``sums`` with them, as _weigh_block, and masses."""
     measure, above_mass, drawable = sums
-    if KIND != _WHOLE:
-        between = x >= bounds.lower
-        if HAS_ABOVE:
-            above = x >= bounds.upper
-            between = between & (x < bounds.upper)
-            if KIND == _LIMITED:
-                measure += above.to(tl.int64)
-        # Few threads have any, and in any order.
-        sizes_ptr = bounds.size_ptr + tl.zeros_like(cols)
-        to = tl.atomic_add(sizes_ptr, 1, mask=between, sem="relaxed")
-        entry = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | cols.to(tl.int64)
-        tl.store(bounds.candidates_ptr + to, entry, mask=between & (to < bounds.most))
+    masses = tl.zeros(x.shape, tl.int64)
     if HAS_ABOVE or KIND == _NUCLEUS:
         weights = _weights(x, bounds.peak, bounds.steepness)
         masses = _masses(weights, bounds.one)
         if KIND == _NUCLEUS:
             measure += masses
         if HAS_ABOVE:
+            over = masses
             if KIND != _WHOLE:
-                masses = tl.where(above, masses, 0)
+                above = x >= bounds.upper
+                over = tl.where(above, masses, 0)
+                if KIND == _LIMITED:
+                    measure += above.to(tl.int64)
             if KIND == _NUCLEUS:
-                above_mass += masses
-            drawable += tl.where(weights >= bounds.min_p, masses, 0)
-    return measure, above_mass, drawable
+                above_mass += over
+            drawable += tl.where(weights >= bounds.min_p, over, 0)
+    return (measure, above_mass, drawable), masses
 
 
 @triton.jit
@@ -541,6 +686,7 @@ def _weigh_block(
     row,
     mode,
     start,
+    raw,
     bounds,
     LANES: tl.constexpr,
     PARTS: tl.constexpr,
@@ -548,6 +694,9 @@ def _weigh_block(
     HAS_ABOVE: tl.constexpr,
 ):
     """Gather and weigh the logits of a block, four at a time for each thread.
+
+    Args:
+        raw: those that are first, as the model gave them.
 
     Returns:
         The mass of all for a nucleus, or the number above the bounds for a top-k; the mass above
@@ -558,22 +707,43 @@ def _weigh_block(
     zeros = tl.zeros((LANES,), tl.int64)
     sums = (zeros, zeros, zeros)
     end = tl.minimum(start + 4 * LANES * PARTS, rows.vocab)
-    following = _load_raw(rows, place, start + offsets, end)
+    next_x = raw
+    penalties = _load_penalties(rows.numbers + row * 7)
+    next_seen = _load_seen(rows, row, mode, start + offsets, end)
+    second_seen = _load_seen(rows, row, mode, start + 4 * LANES + offsets, end)
+    next_counts = _load_counts(rows, row, start + offsets, next_seen)
     for part in range(PARTS):
         cols = start + part * 4 * LANES + offsets
-        x = following.to(tl.float32)
+        x = next_x.to(tl.float32)
+        seen = next_seen
+        counts = next_counts
         # The next are on their way meanwhile.
-        following = _load_raw(rows, place, cols + 4 * LANES, end)
-        x = _adjust(x, rows, row, mode, cols, cols < rows.vocab)
+        next_x = _load_raw(rows, place, cols + 4 * LANES, end)
+        next_seen = second_seen
+        second_seen = _load_seen(rows, row, mode, cols + 8 * LANES, end)
+        next_counts = _load_counts(rows, row, cols + 4 * LANES, next_seen)
+        x = _adjust(x, rows, row, mode, penalties, cols, cols < rows.vocab, seen, counts)
         # So parted, all stays in the thread that loaded it.
         even, odd = tl.split(tl.reshape(x, (2 * LANES, 2)))
         x0, x2 = tl.split(tl.reshape(even, (LANES, 2)))
         x1, x3 = tl.split(tl.reshape(odd, (LANES, 2)))
-        first = start + part * 4 * LANES + 4 * lanes
-        sums = _weigh_lanes(x0, first, bounds, sums, KIND, HAS_ABOVE)
-        sums = _weigh_lanes(x1, first + 1, bounds, sums, KIND, HAS_ABOVE)
-        sums = _weigh_lanes(x2, first + 2, bounds, sums, KIND, HAS_ABOVE)
-        sums = _weigh_lanes(x3, first + 3, bounds, sums, KIND, HAS_ABOVE)
+        sums, masses0 = _weigh_lanes(x0, bounds, sums, KIND, HAS_ABOVE)
+        sums, masses1 = _weigh_lanes(x1, bounds, sums, KIND, HAS_ABOVE)
+        sums, masses2 = _weigh_lanes(x2, bounds, sums, KIND, HAS_ABOVE)
+        sums, masses3 = _weigh_lanes(x3, bounds, sums, KIND, HAS_ABOVE)
+        if KIND != _WHOLE:
+            size = _is_between(x0, bounds, HAS_ABOVE).to(tl.int32)
+            size += _is_between(x1, bounds, HAS_ABOVE).to(tl.int32)
+            size += _is_between(x2, bounds, HAS_ABOVE).to(tl.int32)
+            size += _is_between(x3, bounds, HAS_ABOVE).to(tl.int32)
+            # Few threads have any, and in any order.
+            sizes_ptr = bounds.size_ptr + tl.zeros_like(lanes)
+            to = tl.atomic_add(sizes_ptr, size, mask=size > 0, sem="relaxed")
+            first = start + part * 4 * LANES + 4 * lanes
+            to = _gather_lanes(x0, first, masses0, to, bounds, KIND, HAS_ABOVE)
+            to = _gather_lanes(x1, first + 1, masses1, to, bounds, KIND, HAS_ABOVE)
+            to = _gather_lanes(x2, first + 2, masses2, to, bounds, KIND, HAS_ABOVE)
+            to = _gather_lanes(x3, first + 3, masses3, to, bounds, KIND, HAS_ABOVE)
     return sums
 
 
@@ -586,33 +756,44 @@ def _weigh_kernel(
     num_blocks,
     LANES: tl.constexpr,
     PARTS: tl.constexpr,
+    UNUSED_BITS: tl.constexpr,
+    BIN_BITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    launch_dependents(PDL)
-    wait(PDL)
     place = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
+    start = block * (4 * LANES * PARTS)
+    row = tl.load(rows.rows + place)
+    numbers_ptr = rows.numbers + row * 7
+    end = tl.minimum(start + 4 * LANES, tl.where(tl.load(numbers_ptr) > 0, rows.vocab, 0))
+    raw = _load_raw(rows, place, start + tl.arange(0, 4 * LANES), end)
+    wait(PDL)
+    launch_dependents(PDL)
     mode = tl.load(found.modes + place)
     if mode != _DONE:
         kind = mode % _KINDS
-        row = tl.load(rows.rows + place)
-        numbers_ptr = rows.numbers + row * 7
-        start = block * (4 * LANES * PARTS)
         sums_ptr = found.sums + place * _SUMS
         lower = tl.load(found.bounds + place * 3)
         upper = tl.load(found.bounds + place * 3 + 1)
+        peak = tl.load(found.peaks + place)
+        shift = tl.where(mode >= _KINDS, 0, UNUSED_BITS)
+        low_key, high_key = _gathered_keys(lower, upper, peak, shift)
         bounds = _Bounds(
             lower,
             upper,
             found.sizes + place * 2 * _SUMS,
             found.candidates + place * most,
+            found.bins + (place << BIN_BITS),
+            high_key - 1,
+            shift,
+            _bin_bits(high_key.to(tl.int64) - low_key, BIN_BITS).to(tl.uint32),
             most,
-            tl.load(found.peaks + place),
+            peak,
             _steepness(numbers_ptr),
             one,
             tl.load(numbers_ptr + 3).to(tl.float32),
         )
-        of = (rows, place, row, mode, start, bounds)
+        of = (rows, place, row, mode, start, raw, bounds)
         drawable = tl.zeros((LANES,), tl.int64)
         if kind == _WHOLE:
             _, _, drawable = _weigh_block(*of, LANES, PARTS, _WHOLE, True)
@@ -638,7 +819,8 @@ class _Logits(NamedTuple):
     """The logits that the narrowing program reads: all of a row, or those that were gathered.
 
     Attributes:
-        candidates: those gathered; None for all of the row that the next four name.
+        is_listed: whether they are those gathered.
+        candidates: these.
         rows: the inputs.
         place: in the step.
         row: of the persistent batch.
@@ -650,6 +832,7 @@ class _Logits(NamedTuple):
         one: the integer that stands for a weight of 1.
     """
 
+    is_listed: Any
     candidates: Any
     rows: Any
     place: Any
@@ -662,228 +845,177 @@ class _Logits(NamedTuple):
     one: Any
 
 
-class _Bound(NamedTuple):
-    """A key, and what lies from it up.
+class _Between(NamedTuple):
+    """Where in the order of choice the last kept token is: all after it come before others.
 
     Attributes:
-        key: the least key.
-        count: how many tokens.
-        mass: what they weigh.
-    """
-
-    key: Any
-    count: Any
-    mass: Any
-
-
-class _Kept(NamedTuple):
-    """Which logits may be drawn.
-
-    Attributes:
-        low: a key that none of them is below.
-        high: a key from which on all are kept.
-        last: the last token that is kept of those from ``low`` up to ``high``.
-        min_p: the least weight.
+        low: the first place.
+        high: the place past the last.
+        above: the number of the tokens from there on, or what they weigh.
     """
 
     low: Any
     high: Any
-    last: Any
-    min_p: Any
+    above: Any
+
+
+@triton.jit
+def _places(x, ids, shift):
+    """The order of choice: the largest logits are last, and of equal ones the first token."""
+    return ((_key(x) >> shift).to(tl.int64) << _TOKEN_BITS) + (_LAST_TOKEN - ids)
+
+
+@triton.jit
+def _load_unlisted(logits, ids):
+    return _load_logits(logits.rows, logits.place, logits.row, logits.mode, ids)
+
+
+@triton.jit
+def _load_unlisted_chunk(logits, ids):
+    return _load_unlisted(logits, ids)
 
 
 @triton.jit
 def _load_chunk(logits, start, CHUNK: tl.constexpr):
-    """Keys, weights and tokens of ``CHUNK`` logits from ``start`` on, and which there are."""
+    """Places, weights and tokens of ``CHUNK`` logits from ``start`` on, and which there are."""
     ids = start + tl.arange(0, CHUNK)
     mask = ids < logits.size
-    if logits.candidates is not None:
+    if logits.is_listed:
         entries = tl.load(logits.candidates + ids, mask=mask, other=_NO_CANDIDATE)
         x = (entries >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         ids = entries.to(tl.int32)
     else:
-        x = _load_logits(logits.rows, logits.place, logits.row, logits.mode, ids)
-    return _key(x) >> logits.shift, _weights(x, logits.peak, logits.steepness), ids, mask
+        x = _load_unlisted_chunk(logits, ids)
+    weights = _weights(x, logits.peak, logits.steepness)
+    return _places(x, ids, logits.shift), weights, ids, mask
 
 
 @triton.jit
-def _all_above(logits, low, above, CHUNK: tl.constexpr):
-    """The bound ``low``: those of ``logits`` from it up, and those ``above`` them."""
-    counts = tl.zeros((CHUNK,), tl.int32)
-    masses = tl.zeros((CHUNK,), tl.int64)
+def _load_inside(logits, start, between, by_mass, CHUNK: tl.constexpr):
+    """Places of ``CHUNK`` logits, what each adds to the measure, and which are ``between``."""
+    places, weights, _ids, mask = _load_chunk(logits, start, CHUNK)
+    inside = mask & (places >= between.low) & (places < between.high)
+    return places, tl.where(by_mass, _masses(weights, logits.one), 1), inside
+
+
+@triton.jit
+def _count_bins(logits, between, bits, by_mass, bins_ptr, CHUNK: tl.constexpr):
+    """Add those ``between`` to the histogram, the last of them to its first bin."""
     for start in range(0, logits.size, CHUNK):
-        keys, weights, _ids, mask = _load_chunk(logits, start, CHUNK)
-        inside = (keys >= low) & mask
-        counts += inside.to(tl.int32)
-        masses += tl.where(inside, _masses(weights, logits.one), 0)
-    return _Bound(low, above.count + tl.sum(counts, axis=0), above.mass + tl.sum(masses, axis=0))
+        places, measure, inside = _load_inside(logits, start, between, by_mass, CHUNK)
+        at = tl.where(inside, (between.high - 1 - places) >> bits, 0)
+        tl.atomic_add(bins_ptr + at, measure, mask=inside, sem="relaxed")
 
 
 @triton.jit
-def _narrow(logits, low, above, needed, BY_MASS: tl.constexpr, CHUNK: tl.constexpr):
-    """The bounds in which the least kept logit lies: keys from ``low`` to below ``high``.
-
-    There are ``needed`` tokens, or there is a mass of it, from ``low`` up, and less than that from
-    ``high`` up. Between them lies one key, or one token, or what is just needed.
-
-    Args:
-        logits: all that lie between the bounds that are given.
-        low: the lower one.
-        above: the upper one, and of what lies above it that which is not among ``logits``.
-        needed: a count or a mass.
-    """
-    shift = logits.shift
-    low, low_count, low_mass = low.key, low.count, low.mass
-    high, high_count, high_mass = above.key, above.count, above.mass
-    spare = low_count - high_count - 1 if BY_MASS else low_count.to(tl.int64) - needed
-    while (high > low + 1) & (spare > 0):
-        # Three quarters of the way by value, which is fast where logits are spread evenly, and the
-        # middle by key, which is never slow.
-        index = tl.arange(0, 4)
-        share = (index + 1).to(tl.float32) * 0.25
-        # The key of -inf may stand for NaN here.
-        lowest = tl.maximum(_value(low << shift), _LEAST_LOGIT)
-        pivots = _key(lowest * (1.0 - share) + _value(high << shift) * share) >> shift
-        pivots = tl.where(index == 3, _middle(low, high), pivots)
-        pivots = tl.minimum(tl.maximum(pivots, low + 1), high - 1)
-        counts = tl.zeros((4, CHUNK), tl.int32)
-        masses = tl.zeros((4, CHUNK), tl.int64)
-        for start in range(0, logits.size, CHUNK):
-            keys, weights, _ids, mask = _load_chunk(logits, start, CHUNK)
-            inside = (keys[None, :] >= pivots[:, None]) & mask[None, :]
-            counts += inside.to(tl.int32)
-            masses += tl.where(inside, _masses(weights, logits.one)[None, :], 0)
-        count = tl.sum(counts, axis=1) + above.count
-        mass = tl.sum(masses, axis=1) + above.mass
-        enough = mass >= needed if BY_MASS else count >= needed
-        low = tl.max(tl.where(enough, pivots, low), axis=0)
-        low_count = tl.min(tl.where(enough, count, low_count), axis=0)
-        low_mass = tl.min(tl.where(enough, mass, low_mass), axis=0)
-        high = tl.min(tl.where(enough, high, pivots), axis=0)
-        high_count = tl.max(tl.where(enough, high_count, count), axis=0)
-        high_mass = tl.max(tl.where(enough, high_mass, mass), axis=0)
-        spare = low_count - high_count - 1 if BY_MASS else low_count.to(tl.int64) - needed
-    return _Bound(low, low_count, low_mass), _Bound(high, high_count, high_mass)
+def _narrow(between, needed, bits, bins_ptr, BIN_BITS: tl.constexpr):
+    """The bin that the last kept token is in, of ``2**bits`` places."""
+    bins = tl.arange(0, 1 << BIN_BITS)
+    held = tl.load(bins_ptr + bins, cache_modifier=".cg")
+    sums = between.above + tl.cumsum(held, axis=0)
+    at = tl.min(tl.where(sums >= needed, bins, (1 << BIN_BITS) - 1), axis=0)
+    above = tl.sum(tl.where(bins == at, sums - held, 0), axis=0)
+    one = tl.full((), 1, tl.int64)
+    high = between.high - (at.to(tl.int64) << bits)
+    return _Between(tl.maximum(between.low, high - (one << bits)), high, above)
 
 
 @triton.jit
-def _kept_masses(keys, weights, ids, mask, kept, one):
-    """Masses of tokens, 0 for those that are not kept."""
-    is_kept = (keys >= kept.high) | ((keys >= kept.low) & (ids <= kept.last))
-    return tl.where(is_kept & (weights >= kept.min_p) & mask, _masses(weights, one), 0)
+def _list(logits, between, by_mass, count_ptr, listed_ptr, LISTED: tl.constexpr, CHUNK):
+    """List those ``between``, as many as have room, and count them."""
+    for start in range(0, logits.size, CHUNK):
+        places, measure, inside = _load_inside(logits, start, between, by_mass, CHUNK)
+        counts_ptr = count_ptr + tl.zeros(places.shape, tl.int32)
+        to = tl.atomic_add(counts_ptr, 1, mask=inside, sem="relaxed")
+        has_room = inside & (to < LISTED)
+        tl.store(listed_ptr + to, places, mask=has_room)
+        tl.store(listed_ptr + LISTED + to, measure, mask=has_room)
 
 
 @triton.jit
-def _first(logits, kept, others, needed, last, BLOCK, BLOCKED: tl.constexpr, CHUNK: tl.constexpr):
-    """The first place up to which there is as much as ``needed``, and how much there is before it.
-
-    If ``BLOCKED``, places are blocks of tokens and it is the mass of those kept, to which
-    ``others`` are added by block. If not, they are tokens, and it is the number from ``kept.low``
-    up to ``kept.high``.
-
-    Args:
-        last: the last place, up to which there is surely enough.
-    """
-    first = tl.zeros_like(last)
-    before = tl.zeros_like(needed)
-    index = tl.arange(0, 4)
-    while first < last:
-        pivots = first + (last - first) * (index + 1) // 5
-        sums = tl.zeros((4, CHUNK), tl.int64)
-        for start in range(0, logits.size, CHUNK):
-            keys, weights, ids, mask = _load_chunk(logits, start, CHUNK)
-            if BLOCKED:
-                sizes = _kept_masses(keys, weights, ids, mask, kept, logits.one)
-            else:
-                sizes = ((keys >= kept.low) & (keys < kept.high) & mask).to(tl.int64)
-            early = (ids // BLOCK)[None, :] <= pivots[:, None]
-            sums += tl.where(early, sizes[None, :], 0)
-        sum_ = tl.sum(sums, axis=1)
-        if BLOCKED:
-            blocks = tl.arange(0, others.shape[0])
-            are_early = blocks[None, :] <= pivots[:, None]
-            sum_ += tl.sum(tl.where(are_early, others[None, :], 0), axis=1)
-        enough = sum_ >= needed
-        last = tl.min(tl.where(enough, pivots, last), axis=0)
-        first = tl.max(tl.where(enough, first, pivots + 1), axis=0)
-        before = tl.max(tl.where(enough, before, sum_), axis=0)
-    return first, before
+def _last_of(above, needed, number, listed_ptr, LISTED: tl.constexpr):
+    """The place of the last kept token, one of those listed."""
+    index = tl.arange(0, LISTED)
+    there = index < number
+    places = tl.load(listed_ptr + index, mask=there, other=_NOWHERE, cache_modifier=".cg")
+    sums = tl.zeros((LISTED,), tl.int64)
+    for start in range(0, number, _COMPARED):
+        others_ptr = listed_ptr + start + tl.arange(0, _COMPARED)
+        are_there = start + tl.arange(0, _COMPARED) < number
+        others = tl.load(others_ptr, mask=are_there, other=_NOWHERE, cache_modifier=".cg")
+        measure = tl.load(others_ptr + LISTED, mask=are_there, other=0, cache_modifier=".cg")
+        after = others[None, :] >= places[:, None]
+        sums += tl.sum(tl.where(after, measure[None, :], 0), axis=1)
+    return tl.max(tl.where((above + sums >= needed) & there, places, _NOWHERE), axis=0)
 
 
 @triton.jit
-def _keep(logits, kind, low, above, total, numbers_ptr, CHUNK: tl.constexpr):
-    """Which logits are kept: ``low``, ``high`` and ``last`` of :class:`_Kept`.
-
-    Args:
-        logits: those between the bounds that are given.
-        kind: ``_NUCLEUS`` or ``_LIMITED``.
-        low: the lower one.
-        above: the upper one, and of what lies above it that which is not among ``logits``.
-        total: what all of the row's tokens weigh, for a nucleus.
-        numbers_ptr: the row's parameters.
-    """
-    top_p = tl.load(numbers_ptr + 2)
-    key, count, mass = low.key, low.count, low.mass
-    # All from ``key`` up, until more is known.
-    end = key
-    room = tl.zeros_like(count)
-    is_cut = room > 0
-    if kind == _LIMITED:
-        top_k = tl.load(numbers_ptr + 1).to(tl.int32)
-        if count > top_k:
-            at, high = _narrow(logits, low, above, top_k.to(tl.int64), False, CHUNK)
-            key, count, mass = at.key, at.count, at.mass
-            end = key
-            room = top_k - high.count
-            is_cut = room < count - high.count
-            if is_cut:
-                # Those between are equal.
-                each = (mass - high.mass) // (count - high.count)
-                end, count, mass = high.key, top_k, high.mass + room * each
-        total = mass
-    if top_p < 1:
-        needed = _share(top_p, total)
-        at, high = _narrow(logits, _Bound(key, count, mass), above, needed, True, CHUNK)
-        # Those between are equal, or there is one. At the lower bound of the top-k not all that
-        # are equal may have been counted, and then ``room`` is less than there are.
-        between = at.count - high.count
-        each = (at.mass - high.mass) // between
-        room = ((needed - high.mass + each - 1) // each).to(tl.int32)
-        key, end = at.key, high.key
-        is_cut = is_cut | (room < between)
-    last = tl.zeros_like(count) + logits.rows.vocab
-    if is_cut:
-        kept = _Kept(key, end, last, 0.0)
-        none = tl.zeros((1,), tl.int64)
-        last, _ = _first(logits, kept, none, room.to(tl.int64), last - 1, 1, False, CHUNK)
-    return key, end, last
+def _kept_mass(logits, last, CHUNK: tl.constexpr):
+    """What those weigh that are not before ``last``."""
+    sums = tl.zeros((CHUNK,), tl.int64)
+    for start in range(0, logits.size, CHUNK):
+        places, weights, _ids, mask = _load_chunk(logits, start, CHUNK)
+        sums += tl.where(mask & (places >= last), _masses(weights, logits.one), 0)
+    return tl.sum(sums, axis=0)
 
 
 @triton.jit
-def _draw(logits, kept, others, u, num_blocks, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+def _kept_masses(logits, cols, last, min_p):
+    """Masses of a row's tokens ``cols``, 0 for those that are not kept."""
+    x = _load_unlisted(logits, cols)
+    weights = _weights(x, logits.peak, logits.steepness)
+    is_kept = (cols < logits.rows.vocab) & (weights >= min_p)
+    is_kept = is_kept & (_places(x, cols, logits.shift) >= last)
+    return tl.where(is_kept, _masses(weights, logits.one), 0)
+
+
+@triton.jit
+def _draw(
+    logits,
+    last,
+    min_p,
+    u,
+    masses_ptr,
+    num_blocks,
+    BLOCK: tl.constexpr,
+    BLOCK_BLOCKS: tl.constexpr,
+    SCANNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """The token that is drawn.
 
     Args:
-        logits: all that are kept, but for ``others``.
-        kept: which of them are.
-        others: what kept tokens that are not among ``logits`` weigh, by block.
+        logits: all that are kept, but for those in ``masses_ptr``.
+        last: the place of the last that is kept.
+        min_p: the least weight.
         u: the random number.
+        masses_ptr: what kept tokens that are not among ``logits`` weigh, by block.
     """
-    sums = tl.zeros((CHUNK,), tl.int64)
     for start in range(0, logits.size, CHUNK):
-        keys, weights, ids, mask = _load_chunk(logits, start, CHUNK)
-        sums += _kept_masses(keys, weights, ids, mask, kept, logits.one)
-    limit = _limit(u, tl.sum(sums, axis=0) + tl.sum(others, axis=0))
-    last = tl.zeros_like(logits.size) + num_blocks - 1
-    block, before = _first(logits, kept, others, limit + 1, last, BLOCK, True, CHUNK)
-    rows = logits.rows
-    cols = block * BLOCK + tl.arange(0, BLOCK)
-    mask = cols < rows.vocab
-    x = _load_logits(rows, logits.place, logits.row, logits.mode, cols)
-    weights = _weights(x, logits.peak, logits.steepness)
-    masses = _kept_masses(_key(x) >> logits.shift, weights, cols, mask, kept, logits.one)
-    beyond = before + tl.cumsum(masses, axis=0) > limit
-    return tl.min(tl.where(beyond, cols, rows.vocab - 1), axis=0)
+        places, weights, ids, mask = _load_chunk(logits, start, CHUNK)
+        is_kept = mask & (places >= last) & (weights >= min_p)
+        masses = _masses(weights, logits.one)
+        tl.atomic_add(masses_ptr + ids // BLOCK, masses, mask=is_kept, sem="relaxed")
+    tl.debug_barrier()
+    blocks = tl.arange(0, BLOCK_BLOCKS)
+    masses = tl.load(masses_ptr + blocks, mask=blocks < num_blocks, other=0, cache_modifier=".cg")
+    limit = _limit(u, tl.sum(masses, axis=0))
+    sums = tl.cumsum(masses, axis=0)
+    block = tl.min(tl.where(sums > limit, blocks, num_blocks - 1), axis=0)
+    before = tl.sum(tl.where(blocks == block, sums - masses, 0), axis=0)
+    # Of many parts the one is found first: fewer numbers are held at a time.
+    start = block * BLOCK
+    if BLOCK > SCANNED:
+        parts = tl.arange(0, BLOCK // SCANNED)
+        cols = start + parts[:, None] * SCANNED + tl.arange(0, SCANNED)[None, :]
+        masses = tl.sum(_kept_masses(logits, cols, last, min_p), axis=1)
+        sums = before + tl.cumsum(masses, axis=0)
+        part = tl.min(tl.where(sums > limit, parts, BLOCK // SCANNED - 1), axis=0)
+        before = tl.sum(tl.where(parts == part, sums - masses, 0), axis=0)
+        start += part * SCANNED
+    cols = start + tl.arange(0, SCANNED)
+    beyond = before + tl.cumsum(_kept_masses(logits, cols, last, min_p), axis=0) > limit
+    return tl.min(tl.where(beyond, cols, logits.rows.vocab - 1), axis=0)
 
 
 # Triton 3.6 does not compile it for one block that it knows ahead.
@@ -897,79 +1029,114 @@ def _settle_kernel(
     num_blocks,
     BLOCK: tl.constexpr,
     BLOCK_BLOCKS: tl.constexpr,
+    SCANNED: tl.constexpr,
     CHUNK: tl.constexpr,
-    WHOLE_CHUNK: tl.constexpr,
     UNUSED_BITS: tl.constexpr,
+    BIN_BITS: tl.constexpr,
+    LISTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     launch_dependents(PDL)
-    wait(PDL)
     place = tl.program_id(0).to(tl.int64)
+    # The launch before has waited, so that what the first two left is there.
     mode = tl.load(found.modes + place)
-    if mode != _DONE:
+    if mode == _DONE:
+        wait(PDL)
+    else:
         kind = mode % _KINDS
         row = tl.load(rows.rows + place)
         numbers_ptr = rows.numbers + row * 7
+        top_k = tl.load(numbers_ptr + 1)
+        top_p = tl.load(numbers_ptr + 2)
+        min_p = tl.load(numbers_ptr + 3).to(tl.float32)
         shift = tl.where(mode >= _KINDS, 0, UNUSED_BITS)
         peak = tl.load(found.peaks + place)
         steepness = _steepness(numbers_ptr)
         u = tl.load(found.draws + place)
+        lower = tl.load(found.bounds + place * 3)
+        upper = tl.load(found.bounds + place * 3 + 1)
+        floor = tl.load(found.bounds + place * 3 + 2)
         sums_ptr = found.sums + place * _SUMS
+        size_ptr = found.sizes + place * 2 * _SUMS
+        bins_ptr = found.bins + (place << BIN_BITS)
+        listed_ptr = found.listed + place * 2 * LISTED
+        masses_ptr = found.masses + place * num_blocks
+        bins = tl.arange(0, 1 << BIN_BITS)
+        wait(PDL)
         # A nucleus needs no count above the bounds, and the top-k no mass.
         total = tl.load(sums_ptr)
-        above_count = tl.where(kind == _LIMITED, total, 0).to(tl.int32)
-        above_mass = tl.load(sums_ptr + 1)
-        size = tl.load(found.sizes + place * 2 * _SUMS)
-        row_of = (rows, place, row, mode)
-        weigh = (shift, peak, steepness, one)
-        few = _Logits(found.candidates + place * most, *row_of, tl.minimum(size, most), *weigh)
-        blocks = tl.arange(0, BLOCK_BLOCKS)
-        weighed_blocks = num_blocks
-        # Everything is kept.
-        low_key = tl.full((), -(2**31), tl.int32)
-        high_key = low_key
-        last = tl.zeros_like(size) + rows.vocab
+        size = tl.load(size_ptr)
         is_listed = size <= most
-        many = _Logits(None, *row_of, tl.zeros_like(size) + rows.vocab, *weigh)
-        if kind != _WHOLE:
-            bounds_ptr = found.bounds + place * 3
-            lower = tl.load(bounds_ptr)
-            upper = tl.load(bounds_ptr + 1)
-            floor = tl.load(bounds_ptr + 2)
-            weighed_blocks = tl.where(upper < float("inf"), num_blocks, 0)
-            # Between two logits of 16 bits a bound stands for the upper one.
-            end = (_key(peak) >> shift) + 1
-            if is_listed:
-                upper_key = tl.minimum(_least_key(upper, shift), end)
-                above = _Bound(upper_key, above_count, above_mass)
-                low = _all_above(few, _least_key(lower, shift), above, CHUNK)
-                if kind == _LIMITED:
-                    top_k = tl.load(numbers_ptr + 1)
-                    # Of those below the floor none can be drawn.
-                    is_listed = (low.count >= top_k) | (lower <= floor)
-                    is_listed = is_listed & (above_count < top_k)
-                else:
-                    needed = _share(tl.load(numbers_ptr + 2), total)
-                    is_listed = (above_mass < needed) & (needed <= low.mass)
-                if is_listed:
-                    low_key, high_key, last = _keep(
-                        few, kind, low, above, total, numbers_ptr, CHUNK
-                    )
+        is_open = kind != _WHOLE
+        by_mass = kind == _NUCLEUS
+        needed = tl.full((), 0, tl.int64)
+        above = needed
+        low_key, high_key = _gathered_keys(lower, upper, peak, shift)
+        if is_open:
+            if by_mass:
+                above = tl.load(sums_ptr + 1)
+                needed = _share(top_p, total)
+                held = tl.sum(tl.load(bins_ptr + bins), axis=0)
+                is_listed = is_listed & (above < needed) & (needed <= above + held)
+            else:
+                above = total
+                # Of those below the floor none can be drawn.
+                needed = top_k.to(tl.int64)
+                is_listed = is_listed & ((above + size >= needed) | (lower <= floor))
+                is_listed = is_listed & (above < needed)
+                needed = tl.minimum(needed, above + size)
+                is_open = (is_listed == 0) | (size > 0)
             if is_listed == 0:
                 # Rare: as many equal logits as are not gathered, or an unlucky sample.
-                none_above = _Bound(end, tl.zeros_like(above_count), tl.zeros_like(above_mass))
-                all_above = _all_above(many, _least_key(floor, shift), none_above, WHOLE_CHUNK)
-                low_key, high_key, last = _keep(
-                    many, kind, all_above, none_above, total, numbers_ptr, WHOLE_CHUNK
-                )
-        kept = _Kept(low_key, high_key, last, tl.load(numbers_ptr + 3).to(tl.float32))
-        if is_listed:
-            masses_ptr = found.masses + place * num_blocks
-            others = tl.load(masses_ptr + blocks, mask=blocks < weighed_blocks, other=0)
-            token = _draw(few, kept, others, u, num_blocks, BLOCK, CHUNK)
-        else:
-            nothing = tl.zeros((BLOCK_BLOCKS,), tl.int64)
-            token = _draw(many, kept, nothing, u, num_blocks, BLOCK, WHOLE_CHUNK)
+                size = tl.zeros_like(size) + rows.vocab
+                low_key, high_key = _gathered_keys(floor, float("inf"), peak, shift)
+                above = tl.zeros_like(above)
+                needed = tl.where(by_mass, needed, top_k.to(tl.int64))
+                blocks = tl.arange(0, BLOCK_BLOCKS)
+                tl.store(masses_ptr + blocks, 0, mask=blocks < num_blocks)
+        candidates = found.candidates + place * most
+        row_of = (rows, place, row, mode)
+        logits = _Logits(is_listed, candidates, *row_of, size, shift, peak, steepness, one)
+        low = low_key.to(tl.int64) << _TOKEN_BITS
+        end = high_key.to(tl.int64) << _TOKEN_BITS
+        high = end
+        bits = _TOKEN_BITS + _bin_bits(high_key.to(tl.int64) - low_key, BIN_BITS)
+        last = low
+        is_counted = is_listed.to(tl.int32)
+        while is_open:
+            if is_counted == 0:
+                tl.store(bins_ptr + bins, 0)
+                tl.debug_barrier()
+                _count_bins(logits, _Between(low, high, above), bits, by_mass, bins_ptr, CHUNK)
+            tl.store(size_ptr + 1, 0)
+            tl.debug_barrier()
+            if is_counted == 0:
+                # Of the top-k there may be fewer than that which weigh anything.
+                held = tl.load(bins_ptr + bins, cache_modifier=".cg")
+                needed = tl.minimum(needed, above + tl.sum(held, axis=0))
+            between = _narrow(_Between(low, high, above), needed, bits, bins_ptr, BIN_BITS)
+            _list(logits, between, by_mass, size_ptr + 1, listed_ptr, LISTED, CHUNK)
+            low, high, above = between.low, between.high, between.above
+            tl.debug_barrier()
+            number = tl.load(size_ptr + 1, cache_modifier=".cg")
+            is_counted = tl.zeros_like(is_counted)
+            if number <= LISTED:
+                last = _last_of(above, needed, number, listed_ptr, LISTED)
+                is_open = (by_mass == 0) & (top_p < 1)
+                if is_open:
+                    # All of the top-k were gathered.
+                    needed = _share(top_p, _kept_mass(logits, last, CHUNK))
+                    by_mass = is_open
+                    low = last
+                    high = end
+                    above = tl.zeros_like(above)
+                    bits = _bin_bits(high - low, BIN_BITS)
+            else:
+                bits = tl.maximum(bits - BIN_BITS, 0)
+        tl.debug_barrier()
+        token = _draw(
+            logits, last, min_p, u, masses_ptr, num_blocks, BLOCK, BLOCK_BLOCKS, SCANNED, CHUNK
+        )
         _take(token, mode != _DONE, place, row, chosen, rows)
 
 
@@ -1016,19 +1183,31 @@ def sample_tokens(
         counts=output_counts,
     )
     chosen = _Chosen(tokens, last_tokens)
-    parts = _PARTS if num_rows < _MANY_ROWS else _PARTS_OF_MANY
+    is_many = num_rows >= _MANY_ROWS
+    parts = _PARTS_OF_MANY if is_many else _PARTS
     block = 4 * _LANES * parts
     blocks = triton.cdiv(vocab, block)
+    # Of each part some logits are in the sample, at equal distances; none if all are gathered.
+    sampled, picks, distance = 1, 0, 1
+    if vocab > most:
+        sampled = min(triton.next_power_of_2(triton.cdiv(vocab, _SAMPLED)), _MOST_SAMPLED)
+        of_part = max(1, sampled // triton.cdiv(vocab, 4 * _LANES))
+        distance = triton.cdiv(_LANES, of_part)
+        picks = triton.cdiv(_LANES, distance)
+    sample = {"SAMPLE": sampled, "PICKS": picks, "DISTANCE": distance}
     found = _Found(
         modes=scratch(dtype=torch.int32),
         peaks=scratch(dtype=torch.float32),
         draws=scratch(dtype=torch.float64),
+        sample=scratch(sampled, dtype=torch.float32),
         totals=scratch(dtype=torch.float32),
         bounds=scratch(3, dtype=torch.float32),
         sums=scratch(_SUMS.value, dtype=torch.int64),
         sizes=scratch(2 * _SUMS.value, dtype=torch.int32),
         masses=scratch(blocks, dtype=torch.int64),
         candidates=scratch(most, dtype=torch.int64),
+        bins=scratch(1 << _BIN_BITS, dtype=torch.int64),
+        listed=scratch(2 * _LISTED, dtype=torch.int64),
     )
     common = {
         # The reference's penalties round each product.
@@ -1036,6 +1215,12 @@ def sample_tokens(
         **pdl_options(device),
     }
     shape = {"PARTS": parts, "num_warps": _LANES // 32}
+    weighing: dict[str, int] = {}
+    settling: dict[str, int] = {}
+    if is_many:
+        settling["maxnreg"] = _SETTLE_REGISTERS_OF_MANY
+        if adjustments is None:
+            weighing["maxnreg"] = _WEIGH_REGISTERS_OF_MANY
     _peaks_kernel[(num_rows, blocks)](
         given,
         chosen,
@@ -1052,21 +1237,33 @@ def sample_tokens(
         blocks,
         PART=4 * _LANES,
         BLOCK_BLOCKS=triton.next_power_of_2(blocks),
+        **sample,
         **shape,
         **common,
     )
-    sampled = min(triton.next_power_of_2(triton.cdiv(vocab, _SAMPLED)), _MOST_SAMPLED)
     _bounds_kernel[(num_rows,)](
         given,
         found,
         bits * math.log(2) + 1,
-        most,
-        SAMPLE=sampled,
-        num_warps=16,
+        PART=4 * _LANES,
+        BINS=_SAMPLE_BINS,
+        BIN_BITS=_BIN_BITS,
+        num_warps=max(4, sampled // _SAMPLED_BY_WARP),
+        **sample,
         **common,
     )
     _weigh_kernel[(num_rows, blocks)](
-        given, found, most, one, blocks, LANES=_LANES, **shape, **common
+        given,
+        found,
+        most,
+        one,
+        blocks,
+        LANES=_LANES,
+        UNUSED_BITS=_UNUSED_BITS[logits.dtype],
+        BIN_BITS=_BIN_BITS,
+        **shape,
+        **weighing,
+        **common,
     )
     _settle_kernel[(num_rows,)](
         given,
@@ -1077,10 +1274,13 @@ def sample_tokens(
         blocks,
         BLOCK=block,
         BLOCK_BLOCKS=triton.next_power_of_2(blocks),
+        SCANNED=min(block, _SCANNED),
         CHUNK=_CHUNK,
-        WHOLE_CHUNK=_WHOLE_CHUNK,
         UNUSED_BITS=_UNUSED_BITS[logits.dtype],
+        BIN_BITS=_BIN_BITS,
+        LISTED=_LISTED,
         num_warps=_SETTLE_WARPS,
+        **settling,
         **common,
     )
     return tokens, status
