@@ -18,6 +18,8 @@ from triton.experimental.gluon import language as gl
 
 from engine_core.kernels.activation.triton import activated
 from engine_core.kernels.launch.gluon import Trial
+from engine_core.kernels.launch.hopper.triton import sync_threads
+from engine_core.kernels.launch.triton import arrival_counts
 from engine_core.kernels.linear.epilogues.triton import Activated, Added, Stored
 from engine_core.kernels.linear.tiles import Tile
 
@@ -267,6 +269,86 @@ def sum_splits(
     for split in gl.static_range(1, SPLITS):
         acc += gl.load(ptrs + split * size, mask=mask, other=0.0, cache_modifier=".cg")
     return acc
+
+
+@gluon.jit
+def conclude(
+    epilogue, acc, up, bias_ptr, squares_ptr, partial_ptr, arrivals_ptr, eps, tile, split, block,
+    num_rows, N, K, SPLITS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    KIND: gl.constexpr, SQUARES: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """Apply the epilogue to a split's products ``[BLOCK_N, BLOCK_M]``; the last split to all."""
+    WARPS: gl.constexpr = gl.num_warps()
+    OUT: gl.constexpr = out_layout(BLOCK_M, BLOCK_N, WARPS, HEAD_DIM > 0)
+    SHAPE: gl.constexpr = (BLOCK_M, BLOCK_N)
+    first_row = block * BLOCK_M
+    acc = acc.permute((1, 0))
+    up = up.permute((1, 0))
+    if SPLITS == 1:
+        weights = ask_weights(epilogue, bias_ptr, tile, N, SHAPE, KIND, HEAD_DIM)
+        asked = ask_rows(
+            epilogue, squares_ptr, first_row, num_rows, tile, N, SHAPE, KIND, SQUARES, HEAD_DIM
+        )
+        finish(
+            epilogue, gl.convert_layout(acc, OUT), gl.convert_layout(up, OUT), weights, asked, eps,
+            first_row, num_rows, tile, gl.num_programs(0), N, K, SHAPE, KIND, SQUARES, HEAD_DIM,
+        )  # fmt: skip
+    else:
+        part = num_rows * N
+        size = part * 2 if epilogue.GATED else part
+        PRODUCTS: gl.constexpr = acc.type.layout
+        offsets, mask = partial_offsets(tile, first_row, num_rows, N, BLOCK_M, BLOCK_N, PRODUCTS)
+        gl.store(partial_ptr + split * size + offsets, acc, mask=mask)
+        if epilogue.GATED:
+            gl.store(partial_ptr + split * size + part + offsets, up, mask=mask)
+        arrivals_ptr += block * gl.num_programs(0) + tile
+        sync_threads()
+        if gl.atomic_add(arrivals_ptr, 1, sem="acq_rel") == SPLITS - 1:
+            gl.store(arrivals_ptr, 0)
+            total = sum_splits(
+                partial_ptr, tile, first_row, num_rows, N, size, SPLITS, BLOCK_M, BLOCK_N, OUT
+            )
+            total_up = total
+            if epilogue.GATED:
+                total_up = sum_splits(
+                    partial_ptr + part, tile, first_row, num_rows, N, size, SPLITS, BLOCK_M,
+                    BLOCK_N, OUT,
+                )  # fmt: skip
+            weights = ask_weights(epilogue, bias_ptr, tile, N, SHAPE, KIND, HEAD_DIM)
+            asked = ask_rows(
+                epilogue, squares_ptr, first_row, num_rows, tile, N, SHAPE, KIND, SQUARES, HEAD_DIM
+            )
+            finish(
+                epilogue, total, total_up, weights, asked, eps, first_row, num_rows, tile,
+                gl.num_programs(0), N, K, SHAPE, KIND, SQUARES, HEAD_DIM,
+            )  # fmt: skip
+
+
+def rows_of_program(tile: Tile, rows: int) -> int:
+    """BLOCK_M of so many rows."""
+    block_m: int = triton.next_power_of_2(rows)
+    return min(tile.most_rows, max(tile.least_rows, block_m))
+
+
+def kind_of(epilogue: Any) -> str:
+    """KIND of an epilogue."""
+    if isinstance(epilogue, Stored):
+        return "stored"
+    return "added" if isinstance(epilogue, Added) else "activated"
+
+
+def split_memory(
+    tile: Tile, rows: Tensor, n: int, programs: int, gated: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Where splits of N outputs of ``rows [M, K]`` leave their sums and arrive, if there are some.
+
+    ``programs`` is the number of those of one split.
+    """
+    if tile.splits == 1:
+        return None, None
+    shape = (tile.splits, 2 if gated else 1, len(rows), n)
+    partial = torch.empty(shape, dtype=torch.float32, device=rows.device)
+    return partial, arrival_counts(rows.device, programs)
 
 
 def trial_of(

@@ -33,18 +33,15 @@ from engine_core.kernels.launch.hopper.triton import (
     tma_load,
     wait,
 )
-from engine_core.kernels.launch.triton import arrival_counts, pdl_options
+from engine_core.kernels.launch.triton import pdl_options
 from engine_core.kernels.linear.epilogues.hopper.triton import (
-    ask_rows,
-    ask_weights,
-    finish,
-    out_layout,
+    conclude,
+    kind_of,
     output,
-    partial_offsets,
-    sum_splits,
+    rows_of_program,
+    split_memory,
     trial_of,
 )
-from engine_core.kernels.linear.epilogues.triton import Added, Stored
 from engine_core.kernels.linear.groups import BLOCK, GroupWeight
 from engine_core.kernels.linear.readers.triton import instructions, offset_of
 from engine_core.kernels.linear.reference import DeferredRMSNorm, taken_apart
@@ -328,48 +325,10 @@ def _linear_kernel(
 
     if epilogue.LATE:
         launch_dependents(PDL)
-    OUT: gl.constexpr = out_layout(BLOCK_M, BLOCK_N, WARPS, HEAD_DIM > 0)
-    acc = acc.permute((1, 0))
-    up = up.permute((1, 0))
-    SHAPE: gl.constexpr = (BLOCK_M, BLOCK_N)
-    if SPLITS == 1:
-        weights = ask_weights(epilogue, bias_ptr, tile, N, SHAPE, KIND, HEAD_DIM)
-        asked = ask_rows(
-            epilogue, squares_ptr, first_row, num_rows, tile, N, SHAPE, KIND, SQUARES, HEAD_DIM
-        )
-        finish(
-            epilogue, gl.convert_layout(acc, OUT), gl.convert_layout(up, OUT), weights, asked, eps,
-            first_row, num_rows, tile, gl.num_programs(0), N, K, SHAPE, KIND, SQUARES, HEAD_DIM,
-        )  # fmt: skip
-    else:
-        part = num_rows * N
-        size = part * PARTS
-        PRODUCTS: gl.constexpr = acc.type.layout
-        offsets, mask = partial_offsets(tile, first_row, num_rows, N, BLOCK_M, BLOCK_N, PRODUCTS)
-        gl.store(partial_ptr + split * size + offsets, acc, mask=mask)
-        if GATED:
-            gl.store(partial_ptr + split * size + part + offsets, up, mask=mask)
-        arrivals_ptr += block * gl.num_programs(0) + tile
-        sync_threads()
-        if gl.atomic_add(arrivals_ptr, 1, sem="acq_rel") == SPLITS - 1:
-            gl.store(arrivals_ptr, 0)
-            total = sum_splits(
-                partial_ptr, tile, first_row, num_rows, N, size, SPLITS, BLOCK_M, BLOCK_N, OUT
-            )
-            total_up = total
-            if GATED:
-                total_up = sum_splits(
-                    partial_ptr + part, tile, first_row, num_rows, N, size, SPLITS, BLOCK_M,
-                    BLOCK_N, OUT,
-                )  # fmt: skip
-            weights = ask_weights(epilogue, bias_ptr, tile, N, SHAPE, KIND, HEAD_DIM)
-            asked = ask_rows(
-                epilogue, squares_ptr, first_row, num_rows, tile, N, SHAPE, KIND, SQUARES, HEAD_DIM
-            )
-            finish(
-                epilogue, total, total_up, weights, asked, eps, first_row, num_rows, tile,
-                gl.num_programs(0), N, K, SHAPE, KIND, SQUARES, HEAD_DIM,
-            )  # fmt: skip
+    conclude(
+        epilogue, acc, up, bias_ptr, squares_ptr, partial_ptr, arrivals_ptr, eps, tile, split,
+        block, num_rows, N, K, SPLITS, BLOCK_M, BLOCK_N, KIND, SQUARES, HEAD_DIM,
+    )  # fmt: skip
 
 
 def fits(x: Tensor, weight: GroupWeight) -> bool:
@@ -397,7 +356,7 @@ def is_trusted(like: Tensor, weight: GroupWeight, tile: Tile, ending: str) -> bo
 
     ``ending`` is what follows the products: "activated", "gated", "added" or "stored".
     """
-    block_m = _block_m(tile, like.numel() // like.shape[-1])
+    block_m = rows_of_program(tile, like.numel() // like.shape[-1])
     form = (like.dtype, weight.scales.dtype, weight.zeros is None, weight.group_size)
     kind = (*form, tile, block_m, ending)
     return _FAMILY.allows(like.device, kind, lambda: _trial(like, weight, tile, block_m, ending))
@@ -431,11 +390,6 @@ def _trial(like: Tensor, of: GroupWeight, tile: Tile, block_m: int, ending: str)
     return trial_of(ending, x, product, tile, lambda epilogue: linear(x, weight, epilogue, tile))
 
 
-def _block_m(tile: Tile, rows: int) -> int:
-    block_m: int = triton.next_power_of_2(rows)
-    return min(tile.most_rows, max(tile.least_rows, block_m))
-
-
 @functools.cache
 def _decoding(element: str, zero: float | None) -> tuple[str, str, int]:
     """The instructions, their operands, and the bits of what zeros are taken from."""
@@ -460,23 +414,15 @@ def linear(
     num_rows, k = rows.shape
     gated = epilogue.GATED.value
     n = weight.shape[0] // 2 if gated else weight.shape[0]
-    block_m = _block_m(tile, num_rows)
+    block_m = rows_of_program(tile, num_rows)
     blocks, tiles = triton.cdiv(num_rows, block_m), triton.cdiv(n, tile.block_n)
-    partial = arrivals = None
-    if tile.splits > 1:
-        shape = (tile.splits, 2 if gated else 1, num_rows, n)
-        partial = torch.empty(shape, dtype=torch.float32, device=rows.device)
-        arrivals = arrival_counts(rows.device, tiles * blocks)
+    partial, arrivals = split_memory(tile, rows, n, tiles * blocks, gated)
     element = str(weight.dtype).removeprefix("torch.")
     asm, operands, zero_bits = _decoding(
         element, float(weight.middle) if weight.zeros is None else None
     )
-    kind = "activated"
-    box = tile.block_n
-    if isinstance(epilogue, Stored):
-        kind, box = "stored", box // 2
-    elif isinstance(epilogue, Added):
-        kind = "added"
+    kind = kind_of(epilogue)
+    box = tile.block_n // 2 if kind == "stored" else tile.block_n
     swizzle = gl.NVMMASharedLayout(128, 16, rank=2)
     words = weight.words.view(weight.shape[0], -1)
     _linear_kernel[(tiles, tile.splits, blocks)](

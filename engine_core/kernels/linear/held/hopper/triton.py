@@ -37,12 +37,13 @@ from engine_core.kernels.linear.epilogues.hopper.triton import (
     ask_weights,
     finish,
     halves_of,
+    kind_of,
     out_layout,
     partial_offsets,
+    rows_of_program,
     sum_splits,
     trial_of,
 )
-from engine_core.kernels.linear.epilogues.triton import Added, Stored
 from engine_core.kernels.linear.reference import DeferredRMSNorm, taken_apart
 from engine_core.kernels.linear.tiles import HELD_COLUMNS, HELD_ROWS, Tile
 
@@ -215,7 +216,7 @@ def is_trusted(like: Tensor, tile: Tile, ending: str) -> bool:
 
     ``ending`` is what follows the products: "activated", "gated", "added" or "stored".
     """
-    block_m = _block_m(tile, like.numel() // like.shape[-1])
+    block_m = rows_of_program(tile, like.numel() // like.shape[-1])
     kind = (like.dtype, tile, block_m, like.shape[-1], ending)
     return _FAMILY.allows(like.device, kind, lambda: _trial(like, tile, block_m, ending))
 
@@ -231,11 +232,6 @@ def _trial(like: Tensor, tile: Tile, block_m: int, ending: str) -> Trial:
     x, weight = normal(rows, k), normal(n, k) / 4 / k**0.5
     product = x.float() @ weight.float().T
     return trial_of(ending, x, product, tile, lambda epilogue: linear(x, weight, epilogue, tile))
-
-
-def _block_m(tile: Tile, rows: int) -> int:
-    block_m: int = triton.next_power_of_2(rows)
-    return min(tile.most_rows, max(tile.least_rows, block_m))
 
 
 def _weight_descriptor(weight: Tensor, gated: bool, head_dim: int) -> TensorDescriptor:
@@ -281,7 +277,7 @@ def linear(
     num_rows, k = rows.shape
     gated = epilogue.GATED.value
     n = weight.shape[0] // 2 if gated else weight.shape[0]
-    block_m = _block_m(tile, num_rows)
+    block_m = rows_of_program(tile, num_rows)
     block_n = HELD_ROWS // 2 if gated else HELD_ROWS
     blocks, tiles = triton.cdiv(num_rows, block_m), triton.cdiv(n, block_n)
     partial = arrivals = None
@@ -289,11 +285,7 @@ def linear(
         shape = (tile.splits, num_rows, tiles * HELD_ROWS)
         partial = torch.empty(shape, dtype=torch.float32, device=rows.device)
         arrivals = arrival_counts(rows.device, tiles * blocks)
-    kind = "activated"
-    if isinstance(epilogue, Stored):
-        kind = "stored"
-    elif isinstance(epilogue, Added):
-        kind = "added"
+    kind = kind_of(epilogue)
     run = triton.cdiv(triton.cdiv(k, HELD_COLUMNS), tile.splits)
     _linear_kernel[(tiles, tile.splits, blocks)](
         _weight_descriptor(weight, gated, epilogue.HEAD_DIM.value if kind == "stored" else 0),
