@@ -21,11 +21,7 @@ _LANES, _NARROW_LANES = 32, 16
 _ROWS = 1024
 # The zero points of symmetric codes. 8 bits are kept as -128 to 127, fewer from 0 on.
 MIDDLE = {4: 8, 5: 16, 6: 32, 8: 0}
-# The dimension of each tensor along which a matrix's rows lie.
-_ROW_DIMENSIONS = {
-    **dict.fromkeys(("words", "high"), 0),
-    **dict.fromkeys(("scales", "zeros", "minima", "headers"), -1),
-}
+_TENSORS = ("words", "high", "scales", "zeros", "minima", "headers")
 # Rows from which matrix units multiply them quantised, where the scheme has it so. Fewer keep
 # their 16 bits.
 _LEAST_QUANTIZED = 65
@@ -47,7 +43,8 @@ class GroupWeight(CodedWeight):
             int32 with 4 codes of 8 bits. Word j has columns j, j + 32, j + 64 and j + 96 of each
             128, the first in its lowest bits. Columns from K on are any. In groups of 16 columns it
             is ``[N, ceil(K / 64), 16]``, and a word's columns are 16 apart.
-        scales: of any float type: ``[N]``, one of each row; or ``[ceil(K / group_size), N]``.
+        scales: of any float type: ``[N]``, one of each row; or ``[ceil(K / group_size), N]``. With
+            headers int8 ``[K / 256, N, 256 / group_size]``.
         zeros: int8, shape of ``scales``; None for :attr:`middle`.
         in_features: K.
         group_size: columns that share a scale; 0 for whole rows.
@@ -62,7 +59,8 @@ class GroupWeight(CodedWeight):
         centred: whether codes without zeros stand for 0, or a minimum, in their middle; else the
             code 0 does.
         headers: float16 ``[1 or 2, K / 256, N]``: what the scales, and the minima, of each 256
-            columns are factors of, integers; None if these are whole.
+            columns are factors of, integers; None if these are whole. Minima then are 0 or more,
+            and scales too where there are minima.
     """
 
     words: Tensor
@@ -138,17 +136,23 @@ class GroupWeight(CodedWeight):
         size = 0 if whole else k // groups
         shape = (-1,) if whole else (groups, -1)
         lanes = _NARROW_LANES if size == _NARROW_LANES else _LANES
+
+        def by_groups(values: Tensor) -> Tensor:
+            if headers:
+                return values.view(n, headers[0].shape[1], -1).transpose(0, 1).contiguous()
+            return values.T.reshape(shape).contiguous()
+
         codes = torch.nn.functional.pad(codes, (0, -k % (4 * lanes)))
         codes = codes.view(n, -1, 4, lanes)
         return cls(
             _words(codes, bits),
-            scales.T.reshape(shape).contiguous(),
+            by_groups(scales),
             None,
             k,
             size,
             dtype,
             high=_high(codes >> 4, bits - 4) if bits in (5, 6) else None,
-            minima=None if minima is None else minima.T.reshape(shape).contiguous(),
+            minima=None if minima is None else by_groups(minima),
             headers=torch.stack([each.T for each in headers]).contiguous() if headers else None,
             centred=centred,
         )
@@ -159,8 +163,7 @@ class GroupWeight(CodedWeight):
         first = parts[0]
         tensors: dict[str, Any] = {
             name: torch.cat([getattr(part, name) for part in parts], dim)
-            for name, dim in _ROW_DIMENSIONS.items()
-            if getattr(first, name) is not None
+            for name, dim in first._row_dimensions().items()
         }
         return replace(first, **tensors)
 
@@ -213,8 +216,19 @@ class GroupWeight(CodedWeight):
     @property
     def nbytes(self) -> int:
         """Bytes of codes, scales, zeros, minima and headers."""
-        tensors = [getattr(self, name) for name in _ROW_DIMENSIONS]
-        return sum(0 if tensor is None else tensor.nbytes for tensor in tensors)
+        return sum(getattr(self, name).nbytes for name in self._row_dimensions())
+
+    def _row_dimensions(self) -> dict[str, int]:
+        """The dimension of each tensor that there is along which the matrix's rows lie."""
+        inner = ("scales", "minima") if self.headers is not None else ()
+        dims = dict.fromkeys(_TENSORS, -1) | {"words": 0, "high": 0} | dict.fromkeys(inner, 1)
+        return {name: dim for name, dim in dims.items() if getattr(self, name) is not None}
+
+    def _by_rows(self, values: Tensor) -> Tensor:
+        """Values of groups as ``[N, groups]``."""
+        n = len(self)
+        whole = values.view(-1, n).T if self.headers is None else values.transpose(0, 1).flatten(1)
+        return whole.float()
 
     @staticmethod
     def size(n: int, k: int, bits: int) -> int:
@@ -247,12 +261,12 @@ class GroupWeight(CodedWeight):
         out = torch.empty(n, k, dtype=dtype, device=self.words.device)
         codes, width = self.codes(), self.group_size or k
         scales, zeros, minima = (
-            None if each is None else each.view(-1, n).T.float()
+            None if each is None else self._by_rows(each)
             for each in (self.scales, self.zeros, self.minima)
         )
         assert scales is not None, "there are scales"
         if self.headers is not None:
-            shared = self.scales.shape[0] // self.headers.shape[1]
+            shared = self.scales.shape[2]
             header = self.headers.float().transpose(1, 2).repeat_interleave(shared, dim=2)
             scales = scales * header[0]
             minima = None if minima is None else minima * header[1]
@@ -274,8 +288,7 @@ class GroupWeight(CodedWeight):
         else:
             rows: dict[str, Any] = {
                 name: getattr(self, name).index_select(dim, flat)
-                for name, dim in _ROW_DIMENSIONS.items()
-                if getattr(self, name) is not None
+                for name, dim in self._row_dimensions().items()
             }
             taken = replace(self, **rows).numbers(self.dtype)
         return taken.view(*ids.shape, self.in_features)

@@ -246,7 +246,7 @@ def instructions(element: str, bits: int, zero: float | None) -> tuple[str, str]
 
     Operands are the words, the high bits of 5 and 6, and what is added to each part, unless
     ``zero`` says it for all: then the products read the weight from registers, and from shared
-    memory if an operand is the same everywhere (Triton 3.6).
+    memory if an operand is the same everywhere (Triton 3.6). Minus the offset leaves it in.
     """
     magic, one, kind, _ = _FLOATS[element]
     inputs = 1 if bits == 4 else 2
@@ -272,7 +272,7 @@ def instructions(element: str, bits: int, zero: float | None) -> tuple[str, str]
         if bits in (5, 6):
             lines += _shifted("$5", 4 - (bits - 4) * part)
             lines.append(f"lop3.b32 {p}, w, {0x00100010 * (2 ** (bits - 4) - 1):#x}, {p}, 0xea;")
-        if zero != 0 or offset_of(element, bits):
+        if zero is None or zero + offset_of(element, bits):
             lines.append(f"fma.rn.{kind} {p}, {p}, one, {more};")
     lines += [f"mov.b32 ${part}, p{part};" for part in range(4)]
     operands = inputs + (4 if zero is None else 0)
@@ -426,9 +426,13 @@ def _decode(reader, words, high, a0, a1, a2, a3):
 @triton.jit
 def _of_group(reader, values, KIND: tl.constexpr, rows, group):
     """The scales (KIND 0) or minima (1) of a group, ``[BLOCK_N, 1]`` float32."""
-    found = _float_of(values, group, rows, reader.rows, reader.FLOAT)
-    if reader.headers is not None:
-        header = KIND * (reader.GROUPS // reader.SHARING) + group // reader.SHARING
+    if reader.headers is None:
+        found = _float_of(values, group, rows, reader.rows, reader.FLOAT)
+    else:
+        run = group // reader.SHARING
+        of_run = (run * reader.rows + rows) * reader.SHARING + group % reader.SHARING
+        header = KIND * (reader.GROUPS // reader.SHARING) + run
+        found = tl.load(values + of_run).to(tl.float32)
         found *= tl.load(reader.headers + header * reader.rows + rows).to(tl.float32)
     return found[:, None]
 
