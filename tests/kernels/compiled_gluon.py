@@ -24,14 +24,17 @@ from torch import Tensor
 from engine_core.kernels import DeferredRMSNorm, GroupWeight
 from engine_core.kernels.attention.call import Call
 from engine_core.kernels.attention.hopper import triton as attention
+from engine_core.kernels.block_linear import FORMS, group_weight
 from engine_core.kernels.gpu import GPU
 from engine_core.kernels.linear import triton as portable
+from engine_core.kernels.linear.blocks.hopper import triton as blocks
 from engine_core.kernels.linear.fp8.hopper import triton as products
 from engine_core.kernels.linear.groups.hopper import triton as codes
 from engine_core.kernels.linear.held.hopper import triton as held
 from engine_core.kernels.linear.hopper import triton as linear
 from engine_core.kernels.linear.tiles import (
     Tile,
+    choose_blocks_tile,
     choose_codes_tile,
     choose_held_tile,
     product_tile,
@@ -98,6 +101,21 @@ def codes_linear(rows: int, ending: str, dtype: torch.dtype) -> None:
     codes.linear(x.values if ending == "added" else x, weight, epilogue, tile)
 
 
+def blocks_linear(rows: int, ending: str, kind: str, dtype: torch.dtype) -> None:
+    """The same by the blocks of a GGUF file."""
+    n, k = {"gated": (28672, 4096), "added": (4096, 14336), "stored": (6144, 4096)}[ending]
+    tile = choose_blocks_tile(
+        rows, n, k, ending == "gated", GPU.of_capability((9, 0)), FORMS[kind].group
+    )
+    assert tile is not None
+    form = FORMS[kind]
+    raw = torch.zeros(n, k // form.file_block, form.file_bytes, dtype=torch.uint8)
+    weight, x = group_weight(raw, kind, dtype), undivided(rows, k, dtype)
+    assert blocks.fits(x.values, weight)
+    epilogue = epilogue_of(ending, rows, n, 128, x.values, tile)
+    blocks.linear(x.values if ending == "added" else x, weight, epilogue, tile)
+
+
 def held_linear(rows: int, ending: str, n: int, k: int, head_dim: int, dtype: torch.dtype) -> None:
     """A linear whose weight waits in shared memory, with what follows its products."""
     tile = choose_held_tile(rows, n, k, ending == "gated", GPU.of_capability((9, 0)))
@@ -149,6 +167,11 @@ LAUNCHES: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "codes-added-64": (codes_linear, (64, "added", FLOAT16)),
     "codes-stored-16": (codes_linear, (16, "stored", BFLOAT16)),
     "codes-stored-32": (codes_linear, (32, "stored", FLOAT16)),
+    "blocks-gated-1": (blocks_linear, (1, "gated", "Q4_K", BFLOAT16)),
+    "blocks-gated-32": (blocks_linear, (32, "gated", "Q4_K", BFLOAT16)),
+    "blocks-added-16": (blocks_linear, (16, "added", "Q4_K", BFLOAT16)),
+    "blocks-added-32": (blocks_linear, (32, "added", "Q5_K", FLOAT16)),
+    "blocks-stored-1": (blocks_linear, (1, "stored", "Q6_K", BFLOAT16)),
     "products-1": (product, (1, 28672, 4096, False, True)),
     "products-parts-16": (product, (16, 4096, 14336, True, False)),
     "products-17": (product, (17, 6144, 4096, False, False)),
@@ -186,7 +209,7 @@ def resources(cubin: bytes) -> str:
 def main(names: list[str]) -> None:
     """Compile the launches of these names, or all."""
     compiled = compile_launches()
-    modules: tuple[Any, ...] = (linear, codes, held, products)
+    modules: tuple[Any, ...] = (linear, codes, blocks, held, products)
     for module in modules:
         module.pdl_options = lambda device: {"PDL": True, "launch_pdl": True}
     for name in names or LAUNCHES:

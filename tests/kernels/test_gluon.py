@@ -21,11 +21,13 @@ from torch import Tensor
 
 from engine_core.kernels import GroupWeight, gpu
 from engine_core.kernels.activation import silu_and_mul
+from engine_core.kernels.block_linear import FORMS, group_weight
 from engine_core.kernels.launch import gluon
 from engine_core.kernels.launch.gluon import Family, Trial, runs_gluon, support
 from engine_core.kernels.linear.tiles import (
     ProductTile,
     Tile,
+    choose_blocks_tile,
     choose_codes_tile,
     choose_held_tile,
 )
@@ -347,6 +349,13 @@ def of_codes(dtype: torch.dtype, device: str, *, zeros: bool) -> GroupWeight:
     return GroupWeight(words, scales, scales.to(torch.int8) if zeros else None, 4096, 128, dtype)
 
 
+def of_blocks(name: str, dtype: torch.dtype, device: str) -> GroupWeight:
+    """A weight ``[8, 4096]`` of a type of a GGUF file's blocks."""
+    form = FORMS[name]
+    raw = torch.zeros(8, 4096 // 256, form.file_bytes, dtype=torch.uint8, device=device)
+    return group_weight(raw, name, dtype)
+
+
 class OfEndings:
     """A linear with each ending, by PyTorch; its last row is zeros in the part that is named."""
 
@@ -404,6 +413,25 @@ def test_linears_by_codes_are_tried_on_a_case_that_torch_solves(
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
+def test_linears_by_blocks_are_tried_on_a_case_that_torch_solves(
+    ending: str,
+    name: str,
+    launch_device: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried, right = Tried("linear.blocks", tmp_path, monkeypatch), OfEndings(ending)
+    tile = choose_blocks_tile(5, 4096, 4096, False, HOPPER, 32)
+    of = of_blocks(name, torch.bfloat16, launch_device)
+    like = torch.empty((5, 4096), dtype=torch.bfloat16, device=launch_device)
+    assert tried.trusts("linear", right, like, of, tile, ending)
+    for part in right.parts:
+        right.last = part
+        assert not tried.trusts("linear", right, like, of, tile, ending), part
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
 def test_linears_whose_weight_waits_are_tried_on_a_case_that_torch_solves(
     ending: str, launch_device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -450,6 +478,8 @@ def test_hoppers_own_kernels_pass_their_trials(
     held_tile = choose_held_tile(2, 896, 1152, False, HOPPER)
     weight = of_codes(dtype, "cuda", zeros=True)
     tile = choose_codes_tile(1, 4096, 4096, False, HOPPER)
+    few = choose_blocks_tile(1, 4096, 4096, False, HOPPER, 32)
+    blocks = hopper("linear.blocks")
     cases: list[tuple[ModuleType, tuple[Any, ...]]] = [
         *((attention, (like(32, 128), 8, size, pdl)) for size in (16, 64) for pdl in (True, False)),
         (attention, (like(14, 64), 2, 64, True)),
@@ -457,6 +487,11 @@ def test_hoppers_own_kernels_pass_their_trials(
         *((attention, (like(6, width), 3, 64, True)) for width in (72, 80, 96, 192, 256)),
         *((linear, (like(1, 64)[0], *kind)) for kind in product((False, True), repeat=2)),
         *((codes, (like(1, 4096)[0], weight, tile, ending)) for ending in ENDINGS),
+        *(
+            (blocks, (like(1, 4096)[0], of_blocks(name, dtype, "cuda"), few, ending))
+            for name in ("Q4_K", "Q5_K", "Q6_K")
+            for ending in ENDINGS
+        ),
         *((products, (weight.words.device, torch.bfloat16, *of)) for of in PRODUCTS),
         *((held, (like(2, 1152)[0], held_tile, ending)) for ending in ENDINGS),
         *((segments, (like(16, width), 640)) for width in (64, 72, 80, 128)),
@@ -476,10 +511,18 @@ def test_what_a_trial_allows_is_what_tests_allow() -> None:
 # Of each kernel the forms that differ most, each of which takes seconds.
 EACH_KIND = (
     *("heads-48", "gated-bias", "segments-64", "codes-gated-1", "codes-stored-32"),
+    "blocks-gated-1",
     *("products-17", "products-parts-96", "held-gated-8"),
 )
 MORE_FORMS = (
     *("8B", "0.5B", "heads-80", "heads-256", "quick-gelu-bias", "codes-gated-32"),
+    *(
+        "blocks-gated-32",
+        "blocks-added-16",
+        "blocks-added-32",
+        "blocks-stored-1",
+        "blocks-stored-32",
+    ),
     *("codes-added-64", "segments-80", "segments-64-long", "products-wide-32"),
     *("products-wide-192", "held-added-8", "held-stored-16"),
 )

@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from kernel_cases import TOLERANCE, by_complex_numbers, check_replays, error, stored
+from test_linear_blocks import made as made_of_blocks
 from test_linear_groups import Kind, made
 from torch import Tensor
 
 from engine_core.kernels import DeferredRMSNorm, GroupWeight, linear
 from engine_core.kernels.gpu import GPU
 from engine_core.kernels.linear import linear_add, linear_rotary_store
-from engine_core.kernels.linear.tiles import CODES_BLOCK_N, Tile, choose_codes_tile
+from engine_core.kernels.linear.tiles import (
+    CODES_BLOCK_N,
+    Tile,
+    choose_blocks_tile,
+    choose_codes_tile,
+)
 
 HOPPER, ADA, BLACKWELL = (GPU.of_capability(each) for each in ((9, 0), (8, 9), (10, 0)))
+
+
+class Blocks(NamedTuple):
+    """A type of a GGUF file's blocks, and K."""
+
+    name: str
+    k: int
+
+
 # Kinds, rows, splits and types of numbers: each compiles kernels of its own. The last step may be
 # of half a block, or a split have none.
 CASES = [
@@ -25,6 +40,10 @@ CASES = [
     (Kind(4, 128, False, 1152, torch.bfloat16), 32, 1, torch.float16),
     (Kind(4, 256, True, 1536, torch.float32), 70, 4, torch.bfloat16),
     (Kind(4, 0, True, 272), 11, 1, torch.bfloat16),
+    (Blocks("Q4_K", 1280), 1, 4, torch.bfloat16),
+    (Blocks("Q5_K", 768), 11, 2, torch.float16),
+    (Blocks("Q6_K", 512), 32, 1, torch.bfloat16),
+    (Blocks("Q4_K", 512), 32, 2, torch.float16),
 ]
 of_all_cases = pytest.mark.parametrize(("kind", "rows", "splits", "dtype"), CASES, ids=str)
 on_hopper = pytest.mark.usefixtures("on_hopper")
@@ -38,14 +57,20 @@ def tile_of(splits: int) -> Tile:
 class Case:
     """Rows by a weight of N rows, which need not end at a tile, and their products in float64."""
 
-    def __init__(self, kind: Kind, rows: int, n: int, dtype: torch.dtype) -> None:
+    def __init__(self, kind: Kind | Blocks, rows: int, n: int, dtype: torch.dtype) -> None:
+        name = "blocks" if isinstance(kind, Blocks) else "groups"
         self.hopper: Any = importlib.import_module(
-            "engine_core.kernels.linear.groups.hopper.triton"
+            f"engine_core.kernels.linear.{name}.hopper.triton"
         )
         self.kernels: Any = importlib.import_module("engine_core.kernels.linear.triton")
         self.n, self.rows, self.dtype = n, rows, dtype
-        self.weight, self.numbers = made(kind, n, dtype, "cuda")
         self.x, self.bias = self.randn(rows, kind.k), self.randn(n)
+        if isinstance(kind, Blocks):
+            weight, numbers = made_of_blocks(kind.name, n, kind.k, dtype, "cuda")
+            self.weight, self.numbers = weight, numbers.double()
+            self.x *= n**0.5 / self.numbers.norm()
+        else:
+            self.weight, self.numbers = made(kind, n, dtype, "cuda")
         self.product = self.x.double() @ self.numbers.T + self.bias.double()
         assert self.hopper.fits(self.x, self.weight)
 
@@ -60,7 +85,7 @@ class Case:
 @on_hopper
 @of_all_cases
 def test_products_and_what_activates_them(
-    kind: Kind, rows: int, splits: int, dtype: torch.dtype
+    kind: Kind | Blocks, rows: int, splits: int, dtype: torch.dtype
 ) -> None:
     case, tile = Case(kind, rows, 1056, dtype), tile_of(splits)
 
@@ -85,7 +110,9 @@ def test_products_and_what_activates_them(
 @pytest.mark.gpu
 @on_hopper
 @of_all_cases
-def test_the_residual_and_the_norm(kind: Kind, rows: int, splits: int, dtype: torch.dtype) -> None:
+def test_the_residual_and_the_norm(
+    kind: Kind | Blocks, rows: int, splits: int, dtype: torch.dtype
+) -> None:
     case, tile = Case(kind, rows, 1056, dtype), tile_of(splits)
     residual, norm_weight = case.randn(rows, case.n), case.randn(case.n)
     added = case.kernels.Added.of(residual, norm_weight, tile, 1.0)
@@ -100,7 +127,7 @@ def test_the_residual_and_the_norm(kind: Kind, rows: int, splits: int, dtype: to
 @on_hopper
 @of_all_cases
 def test_heads_are_rotated_and_stored(
-    kind: Kind, rows: int, splits: int, dtype: torch.dtype
+    kind: Kind | Blocks, rows: int, splits: int, dtype: torch.dtype
 ) -> None:
     heads, kv_heads, rotates = 3, 2, rows != 32
     head_dim = {1: 128, 11: 64, 32: 128, 70: 256}[rows]
@@ -125,9 +152,10 @@ def test_heads_are_rotated_and_stored(
 
 @pytest.mark.gpu
 @on_hopper
-def test_the_engines_linears_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [Kind(4, 128, True, 2048), Blocks("Q4_K", 2048)], ids=str)
+def test_the_engines_linears_take_it(kind: Kind | Blocks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the rule says so and its tensors fit; else the portable kernel's tiles are taken."""
-    case = Case(Kind(4, 128, True, 2048), 5, 4096, torch.bfloat16)
+    case = Case(kind, 5, 4096, torch.bfloat16)
     seen, launched = [], case.hopper.linear
 
     def spy(x: Any, weight: GroupWeight, epilogue: Any, *more: Any) -> Tensor:
@@ -168,9 +196,9 @@ def test_the_engines_linears_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @on_hopper
-def test_it_waits_for_what_it_reads() -> None:
+@pytest.mark.parametrize("kind", [Kind(4, 128, True, 2048), Blocks("Q4_K", 2048)], ids=str)
+def test_it_waits_for_what_it_reads(kind: Kind | Blocks) -> None:
     """In a graph it begins before the kernel ahead has ended, which lets it at once."""
-    kind = Kind(4, 128, True, 2048)
     down, up = (Case(kind, 16, n, torch.bfloat16) for n in (2048, 4096))
     norm_weight = (torch.rand(2048, device="cuda") + 0.5).bfloat16()
 
@@ -210,6 +238,18 @@ def test_what_it_does_not_fit(hopper: ModuleType, launch_device: str) -> None:
     assert not fits(plain, torch.zeros(3, 528, dtype=torch.bfloat16)[:, 4:516])
 
 
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q5_1", "Q8_0"])
+def test_what_blocks_it_fits(name: str, launch_device: str) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    del launch_device  # where Triton may be imported
+    blocks = importlib.import_module("engine_core.kernels.linear.blocks.hopper.triton")
+    weight, _ = made_of_blocks(name, 64, 512, torch.bfloat16, "cpu")
+    x = torch.zeros(3, 512, dtype=torch.bfloat16)
+    assert blocks.fits(x, weight) == name.endswith("K")
+    assert not blocks.fits(x.half(), weight)
+    assert not blocks.fits(torch.zeros(3, 520, dtype=torch.bfloat16)[:, 4:516], weight)
+
+
 def test_where_it_was_seen_to_be_faster() -> None:
     """The measurements are in benchmarks/notes/quantisation.md."""
 
@@ -222,5 +262,12 @@ def test_where_it_was_seen_to_be_faster() -> None:
     assert splits(6144, 4096, False) == [4, 4, 4, 2, 0]
     assert splits(4096, 4096, False) == [8, 8, 4, 4, 0]
     assert splits(896, 4864, False) == splits(4096, 896, False) == [0] * 5
+    for rows in (1, 16, 32):
+        blocks = choose_blocks_tile(rows, 28672, 4096, True, HOPPER, 32)
+        assert blocks is not None
+        assert blocks.splits == splits(28672, 4096, True)[(1, 16, 32).index(rows)]
+    for rows, group in ((33, 32), (9, 16)):
+        assert choose_blocks_tile(rows, 4096, 4096, False, HOPPER, group) is None
+    assert choose_blocks_tile(1, 4096, 4096, False, ADA, 32) is None
     for gpu in (ADA, BLACKWELL, None):
         assert splits(4096, 4096, False, gpu) == [0] * 5

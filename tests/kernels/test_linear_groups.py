@@ -360,6 +360,7 @@ def test_instructions_make_the_numbers(bits: int, dtype: torch.dtype, launch_dev
             (None, [added | added << 16] * 4, zero),
             (float(middle), [], middle),
             (0.0, [], 0),
+            (-offset, [], -offset),
         ):
             code, operands = readers.instructions(name, bits, given)
             inputs = [*words, *added_by]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -559,15 +560,26 @@ def _cublas_activates(x: Tensor, weight: Tensor) -> bool:
     )
 
 
+def _kernel_of_codes(weight: GroupWeight) -> ModuleType:
+    """Hopper's own kernel for such codes."""
+    if weight.headers is not None:
+        from engine_core.kernels.linear.blocks.hopper import triton as blocks
+
+        return blocks
+    from engine_core.kernels.linear.groups.hopper import triton as hopper
+
+    return hopper
+
+
 def _hopper_takes(x: Tensor, weight: GroupWeight, tile: tiles.Tile, ending: str) -> bool:
-    """Whether the kernel for 4-bit codes on Hopper takes this linear."""
+    """Whether a kernel for codes on Hopper takes this linear."""
     from engine_core.kernels.launch.gluon import runs_gluon
 
     if not runs_gluon(x.device):
         return False
-    from engine_core.kernels.linear.groups.hopper import triton as hopper
-
-    return hopper.fits(x, weight) and hopper.is_trusted(x, weight, tile, ending)
+    hopper = _kernel_of_codes(weight)
+    taken: bool = hopper.fits(x, weight) and hopper.is_trusted(x, weight, tile, ending)
+    return taken
 
 
 def _held_takes(x: Tensor, weight: Tensor, tile: tiles.Tile, ending: str) -> bool:
@@ -591,9 +603,8 @@ def _launch(
     """The result of the kernel that the tile is of."""
     if tile.mode == "codes":
         assert isinstance(weight, GroupWeight), "no other weight has such a tile"
-        from engine_core.kernels.linear.groups.hopper import triton as hopper
-
-        return hopper.linear(x, weight, epilogue, tile, bias)
+        out: Tensor = _kernel_of_codes(weight).linear(x, weight, epilogue, tile, bias)
+        return out
     if tile.mode == "held":
         assert isinstance(weight, Tensor), "codes have no such tile"
         from engine_core.kernels.linear.held.hopper import triton as held
@@ -624,7 +635,10 @@ def _tile(
         if deterministic or x.dtype not in _SIXTEEN_BITS:
             return None
         if ending is not None and isinstance(weight, GroupWeight):
-            tile = tiles.choose_codes_tile(*shape)
+            if weight.headers is not None:
+                tile = tiles.choose_blocks_tile(*shape, weight.group_size)
+            else:
+                tile = tiles.choose_codes_tile(*shape)
             if tile is not None and _hopper_takes(x, weight, tile, ending):
                 return tile
         return weight.tile(shape[0], gated, shape[-1])

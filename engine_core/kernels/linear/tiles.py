@@ -499,6 +499,22 @@ def choose_codes_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -
     )
 
 
+def choose_blocks_tile(
+    rows: int, n: int, k: int, gated: bool, gpu: GPU | None, group: int
+) -> Tile | None:
+    """The tile of Hopper's own kernel for Q4_K, Q5_K and Q6_K, whose scales are of ``group``.
+
+    None where it was not seen to be faster than that of :func:`choose_group_tile`. By the times of
+    Llama 3 8B's linears on an H200, us with either, of Q4_K. 28672x4096, gated: 1 row 62.4, 35.3;
+    16 rows 65.4, 42.3; 32 rows 153, 53.9. 4096x14336: 34.7, 18.4; 37.0, 22.9; 46.2, 34.6. Of Q6_K:
+    33.6, 20.5 for 6144x4096, but with 32 rows 61.2, 63.7 for 4096x14336.
+    """
+    tile = choose_codes_tile(rows, n, k, gated, gpu)
+    if tile is None or rows > (32 if group == 32 else 8):
+        return None
+    return replace(tile, num_stages=2, max_registers=128 if rows <= 16 else 0)
+
+
 def choose_parts(rows: int, n: int, k: int, gpu: GPU | None) -> int:
     """Parts to cut K into for cuBLAS and ``rows`` of 16 bits by ``[n, k]``; 1 to leave it whole.
 

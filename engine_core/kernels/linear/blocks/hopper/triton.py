@@ -1,0 +1,536 @@
+"""Linears of few rows by Q4_K, Q5_K and Q6_K on Hopper, in Gluon, Triton's language below the tile.
+
+Codes come as those of :mod:`engine_core.kernels.linear.groups.hopper`. Each group of 32 or 16
+columns has products of its own. A code becomes a number that is larger than it is by the same for
+all, which takes two instructions; what the products are too large by is that times the sum of x
+over the group. The minima want the same sum: the matrix units make it, as products by ones.
+A row's scales of a super-block lie side by side, so that a thread loads them in two loads.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from engine_core.kernels.launch.gluon import Family, Trial
+from engine_core.kernels.launch.hopper.triton import (
+    launch_dependents,
+    reinterpret,
+    sync_threads,
+    tma_load,
+    wait,
+)
+from engine_core.kernels.launch.triton import pdl_options
+from engine_core.kernels.linear.epilogues.hopper.triton import (
+    conclude,
+    kind_of,
+    output,
+    rows_of_program,
+    split_memory,
+    trial_of,
+)
+from engine_core.kernels.linear.groups import GroupWeight
+from engine_core.kernels.linear.readers.triton import instructions, offset_of
+from engine_core.kernels.linear.reference import DeferredRMSNorm, taken_apart
+from engine_core.kernels.linear.tiles import Tile
+
+_FAMILY = Family("linears by GGUF blocks", "These take about twice as long for up to 32 rows")
+
+# Columns of a super-block, which is a step.
+_COLS = gl.constexpr(256)
+# Rows of a program up to which warps multiply by themselves. Products of a warp group, each of
+# which ptxas waits for, are faster for more. us of 28672x4096, gated, and 4096x14336, Q4_K, so and
+# so: 1 row 35.3, 37.5; 18.4, 19.2. 32 rows 59.0, 53.9; 42.7, 34.6.
+_MOST_AT_ONCE = gl.constexpr(16)
+
+
+@gluon.constexpr_function
+def _words_layout(rows, width, warps):
+    """Where threads have a step's words ``[rows, width]``: those of the numbers they multiply."""
+    warp, registers, size = [], [[0, 1], [8, 0]], 16
+    column = 8
+    while column < width:
+        registers.append([0, column])
+        column *= 2
+    while size < 16 * warps:
+        warp.append([size, 0])
+        size *= 2
+    while size < rows:
+        registers.append([size, 0])
+        size *= 2
+    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warp, [], [rows, width])
+
+
+@gluon.constexpr_function
+def _products_layout(rows, warps, of_groups):
+    """Of products by a group of warps, or by each warp."""
+    if of_groups:
+        return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, rows, 16])
+    return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
+
+
+@gluon.jit
+def _load_codes(
+    desc, high_desc, words, highs, barrier, stage, row, apart, step, BOXES: gl.constexpr,
+    BLOCKS: gl.constexpr, pred,
+):  # fmt: skip
+    """Begin to load a step's words, and high bits, of BOXES of rows, ``apart`` from one another."""
+    for box in gl.static_range(BOXES):
+        for block in gl.static_range(BLOCKS):
+            at = (stage * BLOCKS + block) * BOXES + box
+            place = [row + box * apart, (step * BLOCKS + block) * desc.block_type.shape[1]]
+            tma_load(desc, place, barrier, words.index(at), pred=pred)
+            if high_desc is not None:
+                place = [
+                    row + box * apart,
+                    (step * BLOCKS + block) * high_desc.block_type.shape[1],
+                ]
+                tma_load(high_desc, place, barrier, highs.index(at), pred=pred)
+
+
+@gluon.jit
+def _load_x(desc, x, barrier, stage, row, step, pred):
+    GROUPS: gl.constexpr = x.shape[1]
+    tma_load(desc, [step * GROUPS, row, 0], barrier, x.index(stage), pred=pred)
+
+
+@gluon.jit
+def _high_of(bits, BITS: gl.constexpr):
+    """The high bits of a block's words, from its bytes."""
+    found = bits.to(gl.int16)
+    if BITS == 5:
+        ROWS: gl.constexpr = bits.shape[0]
+        found = gl.join(found & 15, found >> 4).permute((0, 2, 1)).reshape([ROWS, 32])
+        LAYOUT: gl.constexpr = _words_layout(ROWS, 32, gl.num_warps())
+        found = gl.convert_layout(found, LAYOUT)
+    return found
+
+
+@gluon.jit
+def _asked(scales, minima, headers, block, blocks, rows, TOTAL, BLOCKS: gl.constexpr):
+    """Of a block: the words of four scales, and of minima, and the headers of both."""
+    block = gl.minimum(block, blocks - 1)
+    run = block // BLOCKS
+    places = (run * TOTAL + rows) * BLOCKS + block % BLOCKS
+    words = gl.load(scales + places)
+    head = gl.load(headers + run * TOTAL + rows)
+    if minima is None:
+        found = (words, head, words, head)
+    else:
+        least = gl.load(headers + (blocks // BLOCKS + run) * TOTAL + rows)
+        found = (words, head, gl.load(minima + places), least)
+    return found
+
+
+@gluon.jit
+def _scale(words, head, GROUP: gl.constexpr, SIGNED: gl.constexpr):
+    """The scale or minimum of a group, as its definition has it: no step of this rounds.
+
+    A byte becomes the end of a large number's fraction, below 128 in the third place.
+    """
+    if SIGNED:
+        bits = (words ^ -0x7F7F7F80) >> (8 * GROUP) & 255
+        found = (bits | 0x4B000000).to(gl.float32, bitcast=True) - 8388736.0
+    elif GROUP == 1:
+        found = (words & 0xFF00 | 0x47000000).to(gl.float32, bitcast=True) - 32768.0
+    elif GROUP == 2:
+        found = (words & 0xFF0000 | 0x43000000).to(gl.float32, bitcast=True) - 128.0
+    else:
+        bits = words >> (8 * GROUP) & 255
+        found = (bits | 0x4B000000).to(gl.float32, bitcast=True) - 8388608.0
+    return found * head
+
+
+@gluon.jit
+def _numbers(words, high, ELEMENT: gl.constexpr, ASM: gl.constexpr, OPERANDS: gl.constexpr,
+             ACC: gl.constexpr):  # fmt: skip
+    """A block's codes ``[rows, LANES]`` as four operands ``[rows, LANES]``."""
+    given = (words,) if high is None else (words, high)
+    if ELEMENT.is_bf16():
+        p0, p1, p2, p3 = gl.inline_asm_elementwise(
+            ASM, OPERANDS, given, (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        p0, p1, p2, p3 = gl.inline_asm_elementwise(
+            ASM, OPERANDS, given, (gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True,
+            pack=2,
+        )  # fmt: skip
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    return (
+        gl.convert_layout(p0, OPERAND), gl.convert_layout(p1, OPERAND),
+        gl.convert_layout(p2, OPERAND), gl.convert_layout(p3, OPERAND),
+    )  # fmt: skip
+
+
+@gluon.jit
+def _begin(numbers, values, ACC: gl.constexpr):
+    """Begin to multiply a group's ``numbers [rows, LANES]`` by its ``values [BLOCK_M, LANES]``."""
+    ROWS: gl.constexpr = numbers.shape[0]
+    COLS: gl.constexpr = values.shape[0]
+    products = gl.zeros([ROWS, COLS], gl.float32, ACC)
+    return warpgroup_mma(numbers, values.permute((1, 0)), products, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add(total, products, sums, asked, GROUP: gl.constexpr, EXCESS: gl.constexpr,
+         MINIMA: gl.constexpr):  # fmt: skip
+    """A group's products times its scale, less what they are too large by, and its minimum."""
+    scale = _scale(asked[0], asked[1].to(gl.float32), GROUP, not MINIMA)
+    added = scale * -EXCESS
+    if MINIMA:
+        added += _scale(asked[2], asked[3].to(gl.float32), GROUP, False)
+    total += products * gl.expand_dims(scale, 1)
+    return total + sums * gl.expand_dims(added, 1)
+
+
+@gluon.jit(do_not_specialize=["num_rows", "steps", "inner"])
+def _linear_kernel(
+    codes_desc,
+    high_desc,
+    x_desc,
+    scales_ptr,
+    minima_ptr,
+    headers_ptr,
+    epilogue,
+    bias_ptr,
+    squares_ptr,
+    partial_ptr,
+    arrivals_ptr,
+    eps,
+    num_rows,
+    N,
+    steps,
+    inner,
+    ASM: gl.constexpr,
+    OPERANDS: gl.constexpr,
+    EXCESS: gl.constexpr,
+    BITS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    SPLITS: gl.constexpr,
+    STAGES: gl.constexpr,
+    KIND: gl.constexpr,
+    SQUARES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """BLOCK_N columns of BLOCK_M rows, over one of SPLITS runs of super-blocks.
+
+    All else is as of
+    :func:`engine_core.kernels.linear.groups.hopper.triton._linear_kernel`.
+    """
+    if not epilogue.LATE:
+        launch_dependents(PDL)
+    GATED: gl.constexpr = epilogue.GATED
+    HEAD_DIM: gl.constexpr = epilogue.HEAD_DIM if KIND == "stored" else 0
+    BOXES: gl.constexpr = 2 if GATED or HEAD_DIM else 1
+    ELEMENT: gl.constexpr = x_desc.dtype
+    WARPS: gl.constexpr = gl.num_warps()
+    PARTS: gl.constexpr = 2 if GATED else 1
+    MINIMA: gl.constexpr = minima_ptr is not None
+    GROUPS: gl.constexpr = x_desc.block_type.shape[0]
+    LANES: gl.constexpr = _COLS // GROUPS
+    BLOCKS: gl.constexpr = GROUPS // 4
+    HIGH: gl.constexpr = 0 if high_desc is None else high_desc.block_type.shape[1]
+    BYTES: gl.constexpr = PARTS * BLOCK_N * (128 + HIGH * BLOCKS) + BLOCK_M * _COLS * 2
+    ASYNC: gl.constexpr = BLOCK_M > _MOST_AT_ONCE
+    ACC: gl.constexpr = _products_layout(BLOCK_M, WARPS, ASYNC)
+    ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
+    WORDS: gl.constexpr = _words_layout(BLOCK_N, LANES, WARPS)
+    tile, split, block = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    low = split * gl.cdiv(steps, SPLITS)
+    high = gl.minimum(low + gl.cdiv(steps, SPLITS), steps)
+
+    codes = gl.allocate_shared_memory(
+        gl.int16, [STAGES * BLOCKS * PARTS, BLOCK_N, LANES], codes_desc.layout
+    )
+    boxes = codes
+    bits = codes
+    bit_boxes = codes
+    if HIGH:
+        bits = gl.allocate_shared_memory(
+            gl.uint8, [STAGES * BLOCKS * PARTS, BLOCK_N, HIGH], high_desc.layout
+        )
+        bit_boxes = bits
+    if HEAD_DIM:
+        boxes = reinterpret(
+            codes, gl.int16, [STAGES * BLOCKS * 2, BLOCK_N // 2, LANES], codes_desc.layout
+        )
+        if HIGH:
+            bit_boxes = reinterpret(
+                bits, gl.uint8, [STAGES * BLOCKS * 2, BLOCK_N // 2, HIGH], high_desc.layout
+            )
+    GROUP_X: gl.constexpr = gl.NVMMASharedLayout(2 * LANES, 16, rank=2)
+    x = gl.allocate_shared_memory(ELEMENT, [STAGES, GROUPS, BLOCK_M, LANES], x_desc.layout)
+    groups = reinterpret(x, ELEMENT, [STAGES * GROUPS, BLOCK_M, LANES], GROUP_X)
+    # The sum of a group of x is a product by these.
+    if ASYNC:
+        ones = gl.allocate_shared_memory(ELEMENT, [BLOCK_N, LANES], GROUP_X)
+        FILLED: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0])
+        ones.store(gl.full([BLOCK_N, LANES], 1.0, ELEMENT, FILLED))
+    else:
+        ones = gl.full([BLOCK_N, LANES], 1.0, ELEMENT, gl.DotOperandLayout(0, ACC, 2))
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+    fence_async_shared()
+    sync_threads()
+    col = output(tile, 0, BLOCK_N, HEAD_DIM)
+    apart = HEAD_DIM // 2 if HEAD_DIM else N
+    # The weight is older than all kernels: its first tiles do not wait for x.
+    for stage in gl.static_range(STAGES):
+        there = low + stage < high
+        mbarrier.expect(full.index(stage), BYTES, pred=there)
+        _load_codes(
+            codes_desc, high_desc, boxes, bit_boxes, full.index(stage), stage, col, apart,
+            low + stage, BOXES, BLOCKS, there,
+        )  # fmt: skip
+    # Rows beyond the last one read it once more.
+    rows = gl.minimum(output(tile, gl.arange(0, BLOCK_N, ROWS), BLOCK_N, HEAD_DIM), N - 1)
+    TOTAL = N * PARTS
+    blocks = steps * BLOCKS
+    asked = _asked(scales_ptr, minima_ptr, headers_ptr, low * BLOCKS, blocks, rows, TOTAL, BLOCKS)
+    up_asked = asked
+    if GATED:
+        up_asked = _asked(
+            scales_ptr, minima_ptr, headers_ptr, low * BLOCKS, blocks, rows + N, TOTAL, BLOCKS
+        )
+    wait(PDL)
+    for stage in gl.static_range(STAGES):
+        _load_x(
+            x_desc, x, full.index(stage), stage, block * BLOCK_M, low + stage, low + stage < high
+        )
+    acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
+    up = acc
+    stage = 0
+    phase = 0
+    for step in range(low, high):
+        barrier = full.index(stage)
+        mbarrier.wait(barrier, phase)
+        # As many as BLOCKS, which the compiler is not to know: it would take registers for all.
+        for own in range(inner):
+            at = step * BLOCKS + own
+            # Those of the next block are asked for a block ahead.
+            following = _asked(
+                scales_ptr, minima_ptr, headers_ptr, at + 1, blocks, rows, TOTAL, BLOCKS
+            )
+            up_following = following
+            if GATED:
+                up_following = _asked(
+                    scales_ptr, minima_ptr, headers_ptr, at + 1, blocks, rows + N, TOTAL, BLOCKS
+                )
+            place = (stage * BLOCKS + own) * PARTS
+            high_bits = None
+            up_bits = None
+            if HIGH:
+                BIT_BYTES: gl.constexpr = _words_layout(BLOCK_N, HIGH, WARPS)
+                high_bits = _high_of(bits.index(place).load(BIT_BYTES), BITS)
+                if GATED:
+                    up_bits = _high_of(bits.index(place + 1).load(BIT_BYTES), BITS)
+            words = codes.index(place).load(WORDS)
+            numbers = _numbers(words, high_bits, ELEMENT, ASM, OPERANDS, ACC)
+            up_numbers = numbers
+            if GATED:
+                words = codes.index(place + 1).load(WORDS)
+                up_numbers = _numbers(words, up_bits, ELEMENT, ASM, OPERANDS, ACC)
+            for each in gl.static_range(4):
+                values = groups.index((stage * BLOCKS + own) * 4 + each)
+                if ASYNC:
+                    sums = _begin(ones, values, ACC)
+                    products = _begin(numbers[each], values, ACC)
+                    up_products = products
+                    if GATED:
+                        up_products = _begin(up_numbers[each], values, ACC)
+                    # Registers that are read are not another's before.
+                    sums, products, up_products, _read, _up_read = warpgroup_mma_wait(
+                        0, deps=(sums, products, up_products, numbers[each], up_numbers[each])
+                    )
+                else:
+                    values = values.permute((1, 0)).load(gl.DotOperandLayout(1, ACC, 2))
+                    zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
+                    sums = mma_v2(ones, values, zeros)
+                    products = mma_v2(numbers[each], values, zeros)
+                    up_products = products
+                    if GATED:
+                        up_products = mma_v2(up_numbers[each], values, zeros)
+                acc = _add(acc, products, sums, asked, each, EXCESS, MINIMA)
+                if GATED:
+                    up = _add(up, up_products, sums, up_asked, each, EXCESS, MINIMA)
+            asked = following
+            up_asked = up_following
+        sync_threads()
+        more = step + STAGES < high
+        mbarrier.expect(barrier, BYTES, pred=more)
+        _load_codes(
+            codes_desc, high_desc, boxes, bit_boxes, barrier, stage, col, apart, step + STAGES,
+            BOXES, BLOCKS, more,
+        )  # fmt: skip
+        _load_x(x_desc, x, barrier, stage, block * BLOCK_M, step + STAGES, more)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+
+    if epilogue.LATE:
+        launch_dependents(PDL)
+    conclude(
+        epilogue, acc, up, bias_ptr, squares_ptr, partial_ptr, arrivals_ptr, eps, tile, split,
+        block, num_rows, N, steps * _COLS, SPLITS, BLOCK_M, BLOCK_N, KIND, SQUARES, HEAD_DIM,
+    )  # fmt: skip
+
+
+def fits(x: Tensor, weight: GroupWeight) -> bool:
+    """Whether :func:`linear` takes tensors of these shapes and places."""
+    rows = x.reshape(-1, x.shape[-1])
+    kept = (weight.words, weight.scales, weight.minima, weight.high)
+    signed = weight.bits == 6 and weight.group_size == 16 and weight.minima is None
+    least = weight.bits in (4, 5) and weight.group_size == 32 and weight.minima is not None
+    return (
+        x.dtype in (torch.bfloat16, torch.float16)
+        and weight.dtype == x.dtype
+        and weight.headers is not None
+        and (signed or least)
+        and all(each is None or each.is_contiguous() for each in kept)
+        and all(each is None or each.data_ptr() % 16 == 0 for each in kept)
+        and rows.data_ptr() % 16 == 0
+        and rows.stride(0) % 8 == 0
+        and rows.stride(1) == 1
+    )
+
+
+def is_trusted(like: Tensor, weight: GroupWeight, tile: Tile, ending: str) -> bool:
+    """Whether :func:`linear` may be used for such rows; it may be tried for that.
+
+    ``ending`` is what follows the products: "activated", "gated", "added" or "stored".
+    """
+    block_m = rows_of_program(tile, like.numel() // like.shape[-1])
+    kind = (like.dtype, weight.bits, tile, block_m, ending)
+    return _FAMILY.allows(like.device, kind, lambda: _trial(like, weight, tile, block_m, ending))
+
+
+def _trial(like: Tensor, of: GroupWeight, tile: Tile, block_m: int, ending: str) -> Trial:
+    """A block of rows, three of which are not there, by a weight of such a form."""
+    draw = torch.Generator(like.device).manual_seed(0)
+    rows, n = block_m - 3, 8 * tile.block_n
+    runs = 2 * max(2, tile.splits)
+    k, width = runs * _COLS.value, of.group_size
+
+    def integers(most: int, *shape: int) -> Tensor:
+        return torch.randint(most, shape, generator=draw, device=like.device, dtype=torch.uint8)
+
+    def header() -> Tensor:
+        drawn = torch.rand(n, runs, generator=draw, device=like.device) + 0.5
+        return drawn.div_(2**of.bits * 32 * k**0.5).half()
+
+    codes = integers(2**of.bits, n, k)
+    scales = integers(64, n, k // width).view(torch.int8)
+    minima = integers(64, n, k // width).view(torch.int8) if of.minima is not None else None
+    if minima is None:
+        scales = scales - 32
+    headers = [header()] if minima is None else [header(), -header()]
+    weight = GroupWeight.of_codes(
+        codes, scales, of.bits, like.dtype, minima, headers, centred=of.centred
+    )
+
+    def spread(values: Tensor, header: Tensor) -> Tensor:
+        whole = values.float() * header.float().repeat_interleave(256 // width, 1)
+        return whole.repeat_interleave(width, 1)
+
+    numbers = (codes.float() - of.middle) * spread(scales, headers[0])
+    if minima is not None:
+        numbers += spread(minima, headers[1])
+    x = torch.randn(rows, k, generator=draw, device=like.device).to(like.dtype)
+    product = x.float() @ numbers.T
+    return trial_of(ending, x, product, tile, lambda epilogue: linear(x, weight, epilogue, tile))
+
+
+@functools.cache
+def _decoding(element: str, bits: int) -> tuple[str, str]:
+    """The instructions and their operands, which leave the offset."""
+    return instructions(element, bits, -offset_of(element, bits))
+
+
+def linear(
+    x: Tensor | DeferredRMSNorm,
+    weight: GroupWeight,
+    epilogue: Any,
+    tile: Tile,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """As :func:`engine_core.kernels.linear.triton.linear`, by a weight in such blocks.
+
+    What :func:`fits` asks of x and the weight holds, and there are rows. Nothing that is still
+    running writes the weight: it is read before the kernels before are waited for.
+    """
+    values, squares, eps = taken_apart(x)
+    rows = values.reshape(-1, values.shape[-1])
+    num_rows, k = rows.shape
+    gated = epilogue.GATED.value
+    n = weight.shape[0] // 2 if gated else weight.shape[0]
+    block_m = rows_of_program(tile, num_rows)
+    blocks, tiles = triton.cdiv(num_rows, block_m), triton.cdiv(n, tile.block_n)
+    partial, arrivals = split_memory(tile, rows, n, tiles * blocks, gated)
+    element = str(weight.dtype).removeprefix("torch.")
+    asm, operands = _decoding(element, weight.bits)
+    kind = kind_of(epilogue)
+    box = tile.block_n // 2 if kind == "stored" else tile.block_n
+    width = weight.group_size
+    high = None
+    if weight.high is not None:
+        flat = weight.high.view(len(weight), -1)
+        high = TensorDescriptor.from_tensor(flat, [box, 16], gl.NVMMASharedLayout(0, 8, rank=2))
+    # Groups of all rows, so that those of a step are whole tiles in shared memory.
+    grouped = rows.as_strided((k // width, num_rows, width), (width, rows.stride(0), 1))
+    swizzle = gl.NVMMASharedLayout(2 * width, 16, rank=3)
+    _linear_kernel[(tiles, tile.splits, blocks)](
+        TensorDescriptor.from_tensor(
+            weight.words.view(len(weight), -1),
+            [box, width],
+            gl.NVMMASharedLayout(2 * width, 16, rank=2),
+        ),
+        high,
+        TensorDescriptor.from_tensor(grouped, [_COLS.value // width, block_m, width], swizzle),
+        weight.scales.view(torch.int32),
+        None if weight.minima is None else weight.minima.view(torch.int32),
+        weight.headers,
+        epilogue,
+        bias,
+        squares,
+        partial,
+        arrivals,
+        eps,
+        num_rows,
+        n,
+        k // _COLS.value,
+        _COLS.value // (4 * width),
+        ASM=asm,
+        OPERANDS=operands,
+        EXCESS=offset_of(element, weight.bits) + weight.middle,
+        BITS=weight.bits,
+        BLOCK_M=block_m,
+        BLOCK_N=tile.block_n,
+        SPLITS=tile.splits,
+        STAGES=tile.num_stages,
+        KIND=kind,
+        SQUARES=0 if squares is None else squares.shape[1],
+        num_warps=tile.num_warps,
+        maxnreg=tile.max_registers or None,
+        **pdl_options(rows.device),
+    )
+    out: Tensor = epilogue.out
+    return out
