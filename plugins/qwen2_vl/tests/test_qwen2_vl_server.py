@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import socket
@@ -86,6 +87,47 @@ def test_a_picture_over_http_is_what_it_is_offline(server: ServerProcess, model:
     assert details is not None
     assert details.model_dump()["image_tokens"] == answer.usage.prompt_tokens - 7
     assert offline.metrics.media_tokens == {"image": [6, 6]}
+
+
+def test_a_hundred_mixed_requests_are_what_they_are_one_by_one(
+    server: ServerProcess, model: Path
+) -> None:
+    """Texts, pictures of many sizes, some of them again, two at once; streamed and not."""
+    chance = np.random.default_rng(3)
+    sizes = [(28 * high, 28 * wide) for high, wide in ((2, 2), (2, 4), (5, 3), (4, 4))]
+    pictures = [chance.integers(0, 256, (*size, 3), np.uint8) for size in sizes * 4]
+    shown = [[*chance.choice(len(pictures), chance.integers(0, 3))] for _ in range(100)]
+    texts = ["".join(map(character, chance.integers(5, 90, 1 + each % 9))) for each in range(100)]
+    config = EngineConfig(kv_cache_memory=2**24, max_model_len=512)
+    with LLM(str(model), config) as llm:
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        expected = []
+        for places, text in zip(shown, texts, strict=True):
+            parts: list[Any] = [{"type": "image", "image": pictures[each]} for each in places]
+            asked: Any = [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+            expected.append(llm.chat(asked, params)[0].outputs[0].token_ids)
+    assert len({tuple(each) for each in expected}) > 50
+    urls = [data_url(each) for each in pictures]
+
+    async def ask(client: openai.AsyncOpenAI, number: int) -> list[int]:
+        parts = message(*(urls[each] for each in shown[number]))[0]["content"][:-1]
+        content = [*parts, {"type": "text", "text": texts[number]}]
+        given: dict[str, Any] = {"model": "m", "temperature": 0, "max_tokens": 6}
+        given["messages"] = [{"role": "user", "content": content}]
+        given["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
+        if number % 2:
+            answer = await client.chat.completions.create(**given)
+            tokens: list[int] = answer.choices[0].model_dump()["token_ids"]
+            return tokens
+        stream = await client.chat.completions.create(**given, stream=True)
+        chunks = [chunk.choices[0].model_dump() async for chunk in stream if chunk.choices]
+        return [token for chunk in chunks for token in chunk.get("token_ids") or ()]
+
+    async def ask_all() -> list[list[int]]:
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none") as client:
+            return await asyncio.gather(*(ask(client, number) for number in range(100)))
+
+    assert asyncio.run(ask_all()) == expected
 
 
 def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
