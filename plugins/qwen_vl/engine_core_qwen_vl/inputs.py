@@ -124,7 +124,7 @@ class QWenVLProcessor(QWenProcessor):
             options: none is known.
 
         Raises:
-            RequestError: places and images do not agree, or an item is none.
+            RequestError: places and images do not agree, a pad is outside, or an item is none.
         """
         check_media_kinds(media, self.media_kinds)
         if options:
@@ -136,6 +136,13 @@ class QWenVLProcessor(QWenProcessor):
         ids = packed_token_ids(token_ids)
         images = media.get("image", ())
         places = self._places(ids) if self._begin in ids or self._end in ids else []
+        inside = sum(ids[start:end].count(self._pad) for start, end in places)
+        if ids.count(self._pad) != inside:
+            raise RequestError(
+                f"the token {self._pad} (<imgpad>) stands for a part of an image, and only between "
+                f"the tokens {self._begin} and {self._end}",
+                param="multi_modal_data",
+            )
         if len(places) != len(images):
             raise RequestError(
                 f"the prompt has places of {len(places)} images (between the tokens {self._begin} "

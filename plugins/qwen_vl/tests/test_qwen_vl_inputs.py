@@ -135,6 +135,8 @@ def test_a_chat_has_the_originals_form() -> None:
         ([1], [PIXELS], "places of 0 images .*, and there are 1 images"),
         ([BEGIN, 1], [PIXELS], "300 and 301 must stand in pairs"),
         ([END, BEGIN], [PIXELS], "must stand in pairs"),
+        ([1, PAD, 2], [], r"302 \(<imgpad>\) stands for .* only between the tokens 300 and 301"),
+        ([BEGIN, PAD, END, PAD], [PIXELS], "only between the tokens 300 and 301"),
         ([BEGIN, BEGIN, END, END], [PIXELS], "must stand in pairs"),
         ([BEGIN, *[PAD] * 257, END], [PIXELS], "are 257 tokens, 256 at most"),
         ([BEGIN, END], [picture(30, 30)], r"image 0: .* got ndarray of uint8 \[30, 30\]"),
