@@ -23,16 +23,25 @@ class ForwardPass:
     """A model and its cache."""
 
     def __init__(
-        self, model: nn.Module, kv_cache: list[Any], vocab_size: int | None = None
+        self,
+        model: nn.Module,
+        kv_cache: list[Any],
+        vocab_size: int | None = None,
+        *,
+        deterministic: bool = False,
     ) -> None:
         """``model`` has the interface that :class:`ModelRunner` describes.
 
-        ``vocab_size`` is that of the logits; None if it is not known.
+        ``vocab_size`` is that of the logits; None if it is not known. A ``deterministic`` model
+        computes all tokens of a step, whoever asks for them.
         """
         self._model = model
         self._kv_cache = kv_cache
         self._vocab_size = vocab_size
-        self._takes_wanted = "wanted" in inspect.signature(model.forward).parameters
+        # A deterministic model's tokens are computed alike whoever asks for them.
+        self._takes_wanted = (
+            not deterministic and "wanted" in inspect.signature(model.forward).parameters
+        )
         # Methods of the model that have run once.
         self._tried: set[str] = set()
         self._hook_flag = HookFlag()
@@ -202,6 +211,12 @@ class EagerSteps:
             return StepOutputs(hidden=self._forward.hidden(context))
         if batch.decodes:
             return StepOutputs(self._forward.logits(self._forward.hidden(context)))
+        if batch.padded:
+            # As in the captured step of this shape: its kernels are there, for as many places.
+            logits = self._forward(context, parts["last"])
+            chosen = [batch.places[index] for index in batch.sampled]
+            where = to_device(torch.tensor(chosen, dtype=torch.int64), device)
+            return StepOutputs(logits[where] if chosen else None)
         last, places = self._state.split(batch, batch.numbers)["last"], batch.places
         sampled = last[torch.tensor([places[index] for index in batch.sampled], dtype=torch.int64)]
         if batch.whole:

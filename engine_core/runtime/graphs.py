@@ -110,8 +110,8 @@ class GraphState:
         compiles: the kernels that are compiled beside; of one rank alone.
         uncaptured: keys of the steps that could not be captured; they are not tried again.
         ahead: whether steps are captured before they are needed: until one could not be.
-        since_capture: steps since the last capture; None before any is made ahead, as a server does
-            it while it is idle.
+        since_capture: steps since the last capture; None before anybody captures ahead, as a server
+            does it while it is idle, and after everything was forgotten.
     """
 
     steps: StepState
@@ -238,6 +238,7 @@ class _Graphs(ABC):
         """Drop all graphs, as there is more state per row or token than when captured."""
         self._graphs.clear()
         self._complete = False
+        self._state.since_capture = None
 
     @property
     def num_captured(self) -> int:

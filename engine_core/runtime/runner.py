@@ -135,6 +135,7 @@ class ModelRunner:
         prompt_state: PromptState | None = None,
         grammar_compiler: Callable[[], GrammarCompiler] | None = None,
         vocab_size: int | None = None,
+        deterministic: bool = False,
         pooling: PoolingConfig | None = None,
         link: StageLink | None = None,
         agreement: Agreement | None = None,
@@ -157,6 +158,7 @@ class ModelRunner:
                 first request shows.
             grammar_compiler: makes the compiler of grammars, at the first guided request.
             vocab_size: that of the logits; None if it is not known.
+            deterministic: whether tokens are computed alike whatever else is in a step.
             pooling: how all rows are pooled; None if they give tokens.
             link: the stage of a pipeline that this is; None if there is one.
             agreement: with the ranks that run the same plans on their part of the model, each of
@@ -206,7 +208,9 @@ class ModelRunner:
                 one = torch.from_numpy(np.zeros((1, *shape), dtype))
                 self._state.row_state[name] = one.to(device).repeat(rows + 1, *[1] * len(shape))
             self._state.token_state.update(prompt_state.token_state)
-        forward = self._forward = ForwardPass(model, self.kv_cache, vocab_size)
+        forward = self._forward = ForwardPass(
+            model, self.kv_cache, vocab_size, deterministic=deterministic
+        )
         self._media: MediaEmbeddings | None = None
         if forward.takes_media and scheduler_config.encoder_cache_tokens > 0:
             with torch.inference_mode():

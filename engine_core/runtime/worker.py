@@ -172,6 +172,7 @@ class Worker:
                 prompt_state=self._source.prompt_state,
                 grammar_compiler=grammar_compiler,
                 vocab_size=self._source.model_config.vocab_size,
+                deterministic=self._config.deterministic,
                 pooling=self._source.model_config.pooling,
                 link=self._link,
                 agreement=self._agreement,
