@@ -140,7 +140,9 @@ def main_left_out(given: object) -> Iterator[None]:
     would make an engine there too, and one that came by stdin is not found. ``given`` is what the
     processes get: if something of it is the program's own, they read the program.
     """
-    if b"__main__" in pickle.dumps(given):
+    named = pickle.dumps(given)
+    # In a spawned process the program is a module of the second name.
+    if b"__main__" in named or b"__mp_main__" in named:
         yield
         return
     thread = threading.get_ident()

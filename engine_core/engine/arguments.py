@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any, Literal
 
+from engine_core import own_process
 from engine_core.configs import EngineConfig
-from engine_core.errors import ConfigError, shown
+from engine_core.errors import ConfigError, OptionError, shown
 
 WarmUp = bool | Literal["beside"]
 """When an engine in a process of its own captures all likely steps and times some.
@@ -38,4 +39,18 @@ def check_model_and_config(model: Any, config: Any) -> tuple[str, EngineConfig]:
     return name, config
 
 
-__all__ = ["WarmUp", "check_model_and_config"]
+def check_children(what: str) -> None:
+    """Refuse ``what``, which starts processes, where this one may not; else do nothing.
+
+    Raises:
+        OptionError: this process is daemonic.
+    """
+    if not own_process.may_have_children():
+        raise OptionError(
+            f"{what} starts processes, which a daemonic process, such as a worker of "
+            "multiprocessing.Pool, may not; make the engine in a Process with daemon=False, or in "
+            "a worker of concurrent.futures.ProcessPoolExecutor"
+        )
+
+
+__all__ = ["WarmUp", "check_children", "check_model_and_config"]

@@ -20,10 +20,10 @@ _TELLING = 3
 # While many prompts wait a step may be so often as long as its decoding rows need: else prompts
 # would hardly get on where rows alone take as long as a step should.
 _BACKLOG_ROWS = 3
-# Of the step that brought the most tokens in its time, so much at least is its tokens'.
-_LEAST_SHARE = 0.5
 # But never more than so many times as long as a step should be, whatever rows seem to take.
 _BACKLOG_MOST = 7
+# Of the step that brought the most tokens in its time, so much at least is its tokens'.
+_LEAST_SHARE = 0.5
 # While fewer of the gaps between tokens than this share are long, so many fewer prompts are many. A
 # step of so much of the time that it should have at most makes them long. At most this number of
 # long gaps is saved up.

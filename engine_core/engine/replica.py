@@ -21,7 +21,7 @@ from typing import Any, Self, TypeVar, cast
 from engine_core import own_process
 from engine_core.configs import EngineConfig
 from engine_core.engine import process
-from engine_core.engine.arguments import WarmUp
+from engine_core.engine.arguments import WarmUp, check_children
 from engine_core.engine.process import Decoder, Failure
 from engine_core.errors import EngineDeadError, OptionError, RemoteTracebackError
 
@@ -171,7 +171,12 @@ class ProcessReplica(asyncio.Protocol, MessageReplica):
         environment: Mapping[str, str] | None = None,
         label: str = "",
     ) -> Self:
-        """Start the process, with these changes of the environment; ``label`` begins its logs."""
+        """Start the process, with these changes of the environment; ``label`` begins its logs.
+
+        Raises:
+            OptionError: this process may start none.
+        """
+        check_children("AsyncEngine")
         log_level = logging.getLogger("engine_core").getEffectiveLevel()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
@@ -326,7 +331,9 @@ async def environments(config: EngineConfig, replicas: int) -> list[dict[str, st
     gpus: list[str] = []
     if config.device != "cpu":
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            count = await asyncio.get_running_loop().run_in_executor(pool, _count_gpus)
+            with own_process.main_left_out(()):  # the process begins with the first task
+                counting = pool.submit(_count_gpus)
+            count = await asyncio.wrap_future(counting)
         # A name of the user's list is that GPU's number; without one they are counted from 0.
         given = os.environ.get("CUDA_VISIBLE_DEVICES")
         gpus = list(map(str, range(count))) if given is None else given.split(",")[:count]

@@ -21,6 +21,7 @@ from engine_core.configs.generation import (
     read_recommendation,
     unread_keys,
 )
+from engine_core.engine.arguments import check_children
 from engine_core.engine.frontend import find_max_length
 from engine_core.engine.grammar_source import find_grammar_compiler
 from engine_core.errors import OptionError, shown
@@ -114,7 +115,7 @@ def open_engine(model: str, config: EngineConfig, *, fork: bool = False) -> Open
         EngineError: the model cannot run; the subclass says why.
     """
     if config.num_ranks > 1 and config.distributed_executor != "ray":
-        _check_children(config)
+        check_children(sizes(config))
     phases = Phases()
     with phases.timed("plugins"):
         registry = build_registry(config.custom_module_map, plugin_errors=config.plugin_errors)
@@ -124,15 +125,6 @@ def open_engine(model: str, config: EngineConfig, *, fork: bool = False) -> Open
             ranks = fork_ranks(model, config)
     with ended_on_failure(ranks):
         return _open(model, config, registry, phases, ranks)
-
-
-def _check_children(config: EngineConfig) -> None:
-    if not own_process.may_have_children():
-        raise OptionError(
-            f"{sizes(config)} starts processes, which a daemonic process, such as a worker of "
-            "multiprocessing.Pool, may not; make the engine in a Process with daemon=False, or in "
-            "a worker of concurrent.futures.ProcessPoolExecutor"
-        )
 
 
 def _open(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import json
 import os
@@ -18,7 +19,7 @@ import pytest
 import torch
 from golden_fixtures import GOLDEN, golden_prompts
 
-from engine_core import EngineConfig, own_process
+from engine_core import AsyncEngine, EngineConfig, own_process
 from engine_core.engine.startup import open_engine
 from engine_core.errors import OptionError
 from engine_core.runtime import rank_processes
@@ -298,6 +299,10 @@ def test_what_is_the_program_s_own_has_it_read(monkeypatch: pytest.MonkeyPatch) 
     Own.__module__, Own.__qualname__ = "__main__", "Own"
     monkeypatch.setattr(main, "Own", Own, raising=False)
     assert told(("model", Own())) == whole
+    # As in a process that was spawned itself.
+    Own.__module__ = "__mp_main__"
+    monkeypatch.setitem(sys.modules, "__mp_main__", main)
+    assert told(("model", Own())) == whole
     with own_process.main_left_out(()):
         other = concurrent.futures.ThreadPoolExecutor(1)
         data = other.submit(spawn.get_preparation_data, "another thread's").result()
@@ -311,3 +316,5 @@ def test_ranks_in_a_daemonic_process_are_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(OptionError, match="tensor_parallel_size 2 starts processes, which a daem"):
         open_engine(str(GOLDEN / "llama-gqa"), EngineConfig(tensor_parallel_size=2), fork=True)
     open_engine(str(GOLDEN / "llama-gqa"), EngineConfig(), fork=True)
+    with pytest.raises(OptionError, match="AsyncEngine starts processes, which a daemonic"):
+        asyncio.run(AsyncEngine.start(str(GOLDEN / "llama-gqa"), EngineConfig()))
