@@ -69,14 +69,21 @@ def media_items(subject: Subject) -> None:
     what becomes of it.
     """
     _check_kinds(subject)
-    variants = []
+    variants: list[_Variant] = []
+    outlined: list[int] = []
     for prompt, shown in _prompts(subject):
         variant = _Variant(f"prompt {prompt.name!r}", shown, _process(subject, shown))
         _check_places(variant, prompt)
-        _check_outlines(subject, variant)
+        outlined += _check_outlines(subject, variant)
         edited = _taken(subject, variant, _edited(subject, shown))
         continued = _taken(subject, variant, _continued(subject, variant))
         variants += [variant, *edited, *continued]
+    if outlined and not any(outlined):
+        raise ConformanceError(
+            "no prompt takes pictures of its own as arrays of any of the sizes "
+            f"{', '.join(f'{wide} x {high}' for high, wide in _SIZES)}, so that nothing is known "
+            "of its picture_outline; have a case with a prompt that does"
+        )
     for variant in variants:
         again = _process(subject, variant.shown)
         if what := _unlike(variant.prompt, again):
@@ -132,16 +139,20 @@ def _check_reuse(subject: Subject, variant: _Variant) -> None:
         )
 
 
-def _check_outlines(subject: Subject, variant: _Variant) -> None:
-    """A picture's size alone lays a prompt out as the picture does, where the family says so."""
+def _check_outlines(subject: Subject, variant: _Variant) -> list[int]:
+    """A picture's size alone lays a prompt out as the picture does, where the family says so.
+
+    Returns how many sizes the prompt takes, in a list that is empty where nothing is to be checked.
+    """
     say = getattr(subject.processor, "picture_outline", None)
     items = variant.prompt.media
     if say is None or {item.kind for item in items} != {"image"}:
-        return
+        return []
     ids = list(variant.prompt.token_ids)
     for item in reversed(items):  # which may have one placeholder each
         ids[item.span[0] + 1 : item.span[1]] = []
     options = dict(variant.shown.options)
+    taken = 0
     for size in _SIZES:
 
         def lay(image: Any) -> ProcessedPrompt:
@@ -152,6 +163,7 @@ def _check_outlines(subject: Subject, variant: _Variant) -> None:
             whole = lay(np.zeros((*size, 3), np.uint8))
         except EngineError:  # not all sizes are taken, nor options for what is no features
             continue
+        taken += 1
         how = f"{variant.how} with pictures of {size[1]} x {size[0]} pixels"
         try:
             outline = say(*size, options)
@@ -178,6 +190,7 @@ def _check_outlines(subject: Subject, variant: _Variant) -> None:
                 f"{how}: with their picture_outline in place of them it has other {what}; "
                 "process_media lays a prompt out by it as by the picture"
             )
+    return [taken]
 
 
 def _check_kinds(subject: Subject) -> None:

@@ -268,6 +268,19 @@ FAULTS = {
             r" in place of each, ValueError: .*process_media takes it",
         },
     ),
+    "sizes that are said and never taken": Fault(
+        "inputs.py",
+        "    @classmethod\n    def condition",
+        "    def picture_outline(self, height, width, options):\n"
+        '        return MediaItem("image", b"", (0, width * height))\n\n'
+        "    @classmethod\n    def condition",
+        {"test_media_items": r"no prompt takes pictures .* sizes 1 x 1, .*have a case with a"},
+        more={
+            _ARRAY: f"""{_ARRAY}
+            if len(picture) > 9 or picture.shape[:2] == (1, 1):
+                raise RequestError("no such size")"""
+        },
+    ),
     "parts that give something else than the whole": Fault(
         "model.py",
         "    def prepare_inputs_for_generation(",
