@@ -665,6 +665,32 @@ def submit(runner: ModelRunner, **prompt: Any) -> tuple[int, ...]:
     return row.token_ids
 
 
+def test_prompts_whose_graph_is_missing_have_their_tokens_by_its_padded_step(
+    device: Device, runner: ModelRunner
+) -> None:
+    """With its places, for which kernels were compiled, though fewer are sampled."""
+    shared = replace(state_of(device, ROWS), steps=runner._state, since_capture=0)
+    runner._graph_steps = GraphSteps(shared, 10**6, 256)
+    places: list[int] = []
+    logits = runner._forward.logits
+
+    def noted(hidden: Tensor) -> Tensor:
+        places.append(len(hidden))
+        return logits(hidden)
+
+    runner._forward.logits = noted  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0.0, seed=0)
+    admitted, rows = [], []
+    for row in range(2):
+        prompt = array("q", [1 + row, 2 + row])
+        given = (prompt, 2, params, ProcessedPrompt(prompt))
+        admitted.append(Admission(str(row), row, *given))
+        rows.append(PlanRow(str(row), row, 0, 2, ((1 + row,),), sample=True))
+    result = runner.submit(StepPlan(0, tuple(rows), admitted=tuple(admitted))).result()
+    assert [row.token_ids for row in result.rows] == [(3,), (4,)]
+    assert (places, device.take()) == ([8], [])
+
+
 def test_other_row_state_has_everything_captured_anew(device: Device, runner: ModelRunner) -> None:
     shared = replace(state_of(device, ROWS), steps=runner._state)
     graphs = runner._graph_steps = GraphSteps(shared, 10**6, 256)
