@@ -255,7 +255,7 @@ def _limit(u, total):
 
 @triton.jit
 def _load_seen(rows, row, mode, cols, end):
-    """What a penalised row says of its tokens, 0 for those of others and from ``end`` on."""
+    """The notes of a penalised row on its tokens, 0 for those of others and from ``end`` on."""
     seen = tl.zeros_like(cols)
     if rows.kinds is not None:
         end = tl.where(((mode // _KINDS) & 2) != 0, end, 0)
@@ -952,7 +952,7 @@ def _last_of(above, needed, number, listed_ptr, LISTED: tl.constexpr):
 
 @triton.jit
 def _kept_mass(logits, last, CHUNK: tl.constexpr):
-    """What those weigh that are not before ``last``."""
+    """The weight of those that are not before ``last``."""
     sums = tl.zeros((CHUNK,), tl.int64)
     for start in range(0, logits.size, CHUNK):
         places, weights, _ids, mask = _load_chunk(logits, start, CHUNK)

@@ -359,6 +359,7 @@ def test_a_text_model_that_is_not_installed_is_named(
     with pytest.raises(UnknownArchitectureError, match=said):
         registry.model_config(HFConfig.from_folder(CHAT), CHAT)
     monkeypatch.setattr("engine_core.registry.registry.metadata.entry_points", lambda **_: without)
+    monkeypatch.setattr("engine_core.registry.registry._seen", None)
     report = check_model(tmp_path, EngineConfig(skip_tokenizer_init=True))
     (problem,) = report.errors
     assert problem.code == "architecture-unknown"
