@@ -112,13 +112,14 @@ class Decoder(nn.Module):
             layers, cos_sins = [layers[i] for i in self._kept], [cos_sins[i] for i in self._kept]
             past_key_values = [past_key_values[i] for i in self._kept]
         steps = [*zip(layers, cos_sins, past_key_values, strict=True)]
-        ending: list[Any] = []
+        ending: Any = None
         if wanted is not None and (link is None or link.last) and may_end(layers[-1]):
-            ending = [steps.pop()]
+            ending = steps.pop()
         for layer, cos_sin, cache in steps:
             x, residual = layer(x, residual, cos_sin, cache, attn_metadata)
-        for layer, cos_sin, cache in ending:
-            x, residual = layer.ending(x, residual, cos_sin, cache, attn_metadata, wanted)
+        if ending is not None:
+            layer, *inputs = ending
+            x, residual = layer.ending(x, residual, *inputs, attn_metadata, wanted)
             wanted = None
         if link is not None and not link.last:
             assert residual is not None, "a layer returned it"

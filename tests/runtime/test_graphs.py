@@ -691,6 +691,23 @@ def test_prompts_whose_graph_is_missing_have_their_tokens_by_its_padded_step(
     assert (places, device.take()) == ([8], [])
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_deterministic_model_is_asked_for_all_tokens(
+    device: Device, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if its family would leave out those that nobody asks for."""
+    asked: list[bool] = []
+
+    def forward(self: Successor, input_ids: Tensor, wanted: Tensor | None = None) -> Tensor:
+        asked.append(wanted is not None)
+        hidden = nn.functional.one_hot(input_ids + 1, VOCAB).float()
+        return hidden if wanted is None else hidden[:, wanted]
+
+    monkeypatch.setattr(Successor, "forward", forward)
+    assert submit(make_runner(deterministic=deterministic)) == (4,)
+    assert asked == [not deterministic]
+
+
 def test_other_row_state_has_everything_captured_anew(device: Device, runner: ModelRunner) -> None:
     shared = replace(state_of(device, ROWS), steps=runner._state)
     graphs = runner._graph_steps = GraphSteps(shared, 10**6, 256)
