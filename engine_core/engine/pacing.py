@@ -31,6 +31,8 @@ _LONG_GAPS = 0.01
 _LONG = 0.95
 _FEWER = 0.75
 _MOST_SAVED = 100.0
+# Where other work changes what steps take, what a size took so many steps with prompts ago is old.
+_OLD = 30
 # Sizes that bring so much of the most tokens a second are as good.
 _ALIKE = 0.97
 # Where attention makes even a step with the fewest tokens too long, so many times its attention is
@@ -60,7 +62,14 @@ class StepTimes:
     device in the first.
     """
 
-    def __init__(self, max_tokens: int, filling_tokens: int = 1, rooms: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        max_tokens: int,
+        filling_tokens: int = 1,
+        rooms: Sequence[int] = (),
+        *,
+        steady: bool = True,
+    ) -> None:
         """Nothing is known yet.
 
         Args:
@@ -68,8 +77,14 @@ class StepTimes:
             filling_tokens: tokens of a prompt whose attention fills the whole device once.
             rooms: numbers of decoding rows that captured steps have room for; none if rows are not
                 padded.
+            steady: whether a step takes what such a step took long ago. Other work on a CPU, or
+                code that is compiled at first, makes steps long for a while. Sizes that were too
+                long then would not be tried again.
         """
         self._rooms = rooms
+        self._steady = steady
+        self._added = 0  # steps with rows that decode and prompts
+        self._last: dict[tuple[int, int], int] = {}  # which of them was the last of its kind
         self._sizes = {room: sizes_beside(room, max_tokens) for room in (0, *rooms)}
         self._filling_tokens = filling_tokens
         # Seconds, rows and tokens by the binary digits of the rows and by size: 0 rows without any
@@ -118,6 +133,8 @@ class StepTimes:
             each, counts, sizes = zip(*seen, strict=True)
             self._medians[key] = median(each), median(counts), median(sizes)
             if size:
+                self._added += 1
+                self._last[key] = self._added
                 if len(seen) == _TELLING:
                     self._told[size].append(key[0])
                 self._fit()
@@ -174,12 +191,26 @@ class StepTimes:
 
         Without attention to what is far. On the line if none was seen.
         """
-        digits = rows.bit_length()
-        alike = self._told.get(size)
-        if not alike:
+        if size not in self._told:
             return self._on_line(rows, size)
-        each, count, _ = self._medians[min(alike, key=lambda seen: abs(seen - digits)), size]
-        return max(0.0, each + self._a_row * (rows - count))
+        taken, new = self._of_alike(rows, size)
+        if new:
+            return taken
+        # What is fixed does not grow with the tokens, so a step takes less than in proportion.
+        for told in self._told:
+            if told < size:
+                smaller, new = self._of_alike(rows, told)
+                if new:
+                    taken = min(taken, smaller * size / told)
+        return taken
+
+    def _of_alike(self, rows: int, size: int) -> tuple[float, bool]:
+        """The same of a size that was seen, and whether that is new."""
+        digits = rows.bit_length()
+        key = min(self._told[size], key=lambda seen: abs(seen - digits)), size
+        each, count, _ = self._medians[key]
+        new = self._steady or self._added - self._last[key] < _OLD
+        return max(0.0, each + self._a_row * (rows - count)), new
 
     def sizes(self, rows: int) -> list[int]:
         """As :meth:`Pacing.sizes`."""
@@ -343,7 +374,7 @@ class Pacing:
         backlog_stretch: how often as long a step may take while many prompts wait.
         backlog_steps: prompts for more steps than these are many.
         first_budget: tokens of prompts in such a step before any was seen.
-        filling_tokens: as of :class:`StepTimes`, like ``rooms``.
+        filling_tokens: as of :class:`StepTimes`, like ``rooms`` and ``steady``.
         clock: seconds since some moment.
 
     Attributes:
@@ -361,6 +392,7 @@ class Pacing:
         first_budget: int = 512,
         filling_tokens: int = 1,
         rooms: Sequence[int] = (),
+        steady: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._serving = max_step_time is not None
@@ -379,7 +411,7 @@ class Pacing:
         self._early = 0
         self._waits = 0
         limit = scheduler.config.max_num_batched_tokens
-        self._times = StepTimes(limit, filling_tokens, rooms)
+        self._times = StepTimes(limit, filling_tokens, rooms, steady=steady)
         scheduler.media_cost = self._media_cost if self._serving else None
         # Where steps are computed after they were submitted, most are captured, and padded.
         self._padded = self._serving and self.depth > 0

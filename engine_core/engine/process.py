@@ -507,6 +507,7 @@ def _serve(
             first_budget=_FIRST_BUDGET[kind],
             filling_tokens=_filling_tokens(source, config),
             rooms=ROWS_BESIDE if kind == "cuda" else (),
+            steady=kind == "cuda",
         ),
         beside=True,
     )

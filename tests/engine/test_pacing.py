@@ -390,6 +390,33 @@ def test_a_machine_that_is_busy_makes_no_step_grow(most: float, seed: int) -> No
             rows, left = rows + 1, left + chance.randrange(100, 1000)
 
 
+def test_what_a_machine_was_too_slow_for_is_tried_again() -> None:
+    """Every size was seen while steps took five times what they take since then.
+
+    12 rows and 1,024 tokens take 0.90 of the second that a step may take while many wait, or of the
+    1.75 if rows seem to take as long as they once did. At first they took 4.5.
+    """
+    sched = scheduler()
+    clock = Clock(0.0)
+    pacing = Pacing(sched, 0, max_step_time=0.25, backlog_stretch=4, steady=False, clock=clock)
+
+    def step(tokens: int, slower: float) -> None:
+        begin = clock.now
+        clock.now += (0.15 + 0.008 * 12 + 0.00064 * tokens) * slower
+        plan = StepPlan(0, decode(1).rows * 12 + prefill(tokens).rows)
+        pacing.finished(plan, begin, early=False)
+
+    for _ in range(3):
+        for tokens in (64, 128, 256, 512, 1024):
+            step(tokens, 5.0)
+    assert budgets(sched, 12)[1] <= 128
+    for _ in range(200):
+        tokens = budgets(sched, 12)[1]
+        assert 0.15 + 0.008 * 12 + 0.00064 * tokens <= 7 * 0.25 * 1.1
+        step(tokens, 1.0)
+    assert tokens >= 896
+
+
 def test_far_into_a_long_prompt_a_step_has_tokens_for_what_attention_leaves() -> None:
     sched = scheduler()
     clock = LongContexts(20e-6)
