@@ -23,7 +23,10 @@ _MOST = 2048
 # Rows that decode at most, to learn how much time a row adds.
 _ROWS = 8
 # Tokens of the prompt of a row that decodes, and steps that are not timed, at most.
-_PROMPT, _UNTIMED = 2, 7
+_PROMPT, _UNTIMED = 2, 9
+# Numbers of rows for which a CPU has kernels of their own, beside one and many. The last layer
+# computes so few tokens where few are sampled, also beside prompts.
+_FEW = (2, 3)
 
 
 def trials(
@@ -103,6 +106,9 @@ def trials(
             if run(decoding, 0, told=False) < seconds / 8:
                 yield
                 run(decoding, 0, told=False)
+            yield
+        for decoding in (few for few in _FEW if few < many):
+            run(decoding, 0, told=False)
             yield
         run(many, sizes[0] if sizes else 0, told=False)
         yield
