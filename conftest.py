@@ -24,6 +24,7 @@ if not Path("/dev/nvidiactl").exists():
 # The kit in engine_core/testing may be run from another folder, whose settings know no pythonpath.
 sys.path.append(str(Path(__file__).parent / "tests"))
 import forkserver
+import quick_numba
 
 with suppress(ImportError):  # a machine with a GPU may run its tests without hypothesis
     from hypothesis import HealthCheck, settings
@@ -174,8 +175,16 @@ def pytest_collection() -> Iterator[Any]:
     finally:
         gc.enable()
         _keep_imports()
+        _quicken_numba()
 
 
 def pytest_runtest_logfinish() -> None:
     """Keep what a test was the first to import. Its own objects are gone."""
     _keep_imports()
+    _quicken_numba()
+
+
+def _quicken_numba() -> None:
+    """Let it compile in three quarters of its time, where a test has imported it."""
+    if "numba.core.dispatcher" in sys.modules:
+        quick_numba.quicken()

@@ -42,6 +42,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import quick_numba
+
 PRELOADED = (
     *("torch", "torch.distributed", "torch.multiprocessing", "numba", "llguidance", "uvloop"),
     *("fastapi", "uvicorn", "httptools", "prometheus_client", "rich", "typer", "gguf"),
@@ -415,6 +417,7 @@ def _main() -> Task:
         target = numba.core.registry.cpu_target
         target.typing_context.refresh()
         target.target_context.refresh()
+        quick_numba.quicken()
     # Else every fork copies all of it for its first collection, and looks through it at its end.
     gc.collect()
     gc.freeze()
