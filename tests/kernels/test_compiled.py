@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import forkserver
 import numpy as np
 import pytest
 import torch
@@ -37,6 +39,7 @@ from engine_core.kernels.compiled import Kernel, kept, threads
 numbers: Any = pytest.importorskip(
     "engine_core.kernels.compiled.numbers", reason="numba is not installed", exc_type=ImportError
 )
+vectors: Any = importlib.import_module("engine_core.kernels.compiled.vectors")
 
 
 def make_all_numbers(shift: float = 0.0) -> Callable[..., None]:
@@ -196,7 +199,7 @@ def test_threads_share_rows_and_heads(
 
 
 # Queries of a KV head in one share, in two, and in so many that they are a loop.
-GROUPS = [(1, 5), (3, 3), (5, 7), (34, 2)]
+GROUPS = [(2, 5), (3, 3), (5, 7), (34, 2)]
 # Each is a kernel, which takes seconds to compile. How a number is read has nothing to do with how
 # many queries there are.
 TOGETHER = [(*GROUPS[0], torch.float32), (*GROUPS[2], torch.bfloat16), (*GROUPS[3], torch.float32)]
@@ -224,21 +227,42 @@ def test_kv_heads_are_attended_together(
         [5, 300, 0, 17, 530],
         heads=group * kv_heads,
         kv_heads=kv_heads,
-        head_dim=64,
-        v_head_dim=72,
         dtype=dtype,
+        **LARGE,
     )
     share_among(count)
     bound = 2e-6 if dtype is torch.float32 else TOLERANCE[dtype]
     assert error(attend(paged), attend_by_reference(paged)) < bound
 
 
-@pytest.mark.slow
-def test_code_does_not_grow_with_heads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_code_does_not_grow_with_heads() -> None:
     """DeepSeek's latent vectors are one KV head: as code without loops LLVM takes minutes."""
+    cpu = importlib.import_module("numba.core.registry").cpu_target
+    ir, types = importlib.import_module("llvmlite.ir"), importlib.import_module("numba.types")
+
+    def written(operation: Any, heads: int, count: int) -> int:
+        """The lines of an operation of so many queries, and of this many more arguments."""
+        sizes = [types.literal(number) for number in (heads, 512, 4)]
+        signature, generate = operation._defn(cpu.typing_context, *sizes, *[types.int64] * count)
+        module = ir.Module()
+        kinds = [ir.IntType(64)] * len(signature.args)
+        function = ir.Function(module, ir.FunctionType(ir.VoidType(), kinds), "written")
+        builder = ir.IRBuilder(function.append_basic_block())
+        generate(cpu.target_context, builder, signature, function.args)
+        return str(module).count("\n")
+
+    for operation, count in ((vectors.dots, 7), (vectors.weigh, 6)):
+        few, many = (written(operation, heads, count) for heads in (16, 128))
+        assert max(few, many) < 2 * min(few, many)
+
+
+@pytest.mark.long
+def test_code_of_latent_vectors_does_not_grow_either(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    vectors = Kernel("engine_core.kernels.attention.numba:make_vectors", native._ARGUMENTS)
-    monkeypatch.setattr(native, "_VECTORS", vectors)
+    kernel = Kernel("engine_core.kernels.attention.numba:make_vectors", native._ARGUMENTS)
+    monkeypatch.setattr(native, "_VECTORS", kernel)
     for heads in (16, 128):
         paged = decode([5, 40], heads=heads, kv_heads=1, head_dim=576, v_head_dim=512)
         assert error(attend(paged), attend_by_reference(paged)) < TOLERANCE[torch.float32]
@@ -382,20 +406,56 @@ import sys
 import torch
 from engine_core.kernels import silu_and_mul
 
+silu_and_mul(torch.ones(2, 4, dtype=torch.float16))
+assert not {"numba", "llvmlite"} & set(sys.modules)
 torch.manual_seed(1)
 x = torch.randn(3, 64)
 print(silu_and_mul(x).view(torch.int32).tolist())
+assert "llvmlite" in sys.modules
 print("numba" in sys.modules)
 """
 
 
-def test_kept_code_runs_without_numba_and_gives_the_same_bits(tmp_path: Path) -> None:
-    def lines() -> list[str]:
-        return _python(KEPT, NUMBA_CACHE_DIR=str(tmp_path)).splitlines()
+# The system gives no more than two.
+FEWER_THREADS = """
+from engine_core.kernels import paged_attention
+from engine_core.kernels.attention import native, reference
 
-    numbers_of_first, imported = lines()
-    assert imported == "True"
-    assert lines() == [numbers_of_first, "False"]
+native._LEAST = 1
+torch.set_num_threads(5)
+torch.manual_seed(0)
+q, cache = torch.randn(1, 4, 16), torch.randn(2, 6, 16, 2, 16)
+rows = {
+    "block_tables": torch.tensor([[3, 1, 5, 0]], dtype=torch.int32),
+    "query_start": torch.tensor([0, 1], dtype=torch.int32),
+    "kv_lens": torch.tensor([61], dtype=torch.int32),
+}
+sizes = {"max_query_len": 1, "max_kv_len": 61, "num_decode_rows": 1}
+got = paged_attention(q, *cache, scale=0.25, **rows, **sizes)
+expected = torch.empty_like(q)
+reference.paged_attention(q, *cache, expected, scale=0.25, **rows)
+torch.testing.assert_close(got, expected)
+"""
+
+
+def test_a_new_process_runs_kept_code_without_numba_and_on_the_threads_that_there_are() -> None:
+    """It gives the same bits. LLVM is imported where the first kernel runs."""
+    torch.manual_seed(1)
+    numbers_here = silu_and_mul(torch.randn(3, 64)).view(torch.int32).tolist()
+    attend(decode([2], **SMALL))
+    limit = {"OMP_THREAD_LIMIT": "2", "OMP_NUM_THREADS": "2"}
+    printed = _python(KEPT + FEWER_THREADS, **limit).splitlines()
+    assert printed == [str(numbers_here), "False"]
+
+
+def make_one_number(more: float = 0.0) -> Callable[..., None]:
+    """A body that is compiled soon: it writes one number."""
+    number = numbers.float32(2.0 + more)
+
+    def body(arguments: Any) -> None:
+        numbers.array(numbers.unpack(arguments)[0], np.float32, 1)[0] = number
+
+    return body
 
 
 def keeps(monkeypatch: pytest.MonkeyPatch, special: tuple[float, ...] = ()) -> bool:
@@ -407,11 +467,12 @@ def keeps(monkeypatch: pytest.MonkeyPatch, special: tuple[float, ...] = ()) -> b
         compiled_now.append(arguments)
         return compile_entry(*arguments, **options)
 
-    kernel = Kernel(f"{__name__}:make_all_numbers", "6q")
+    kernel = Kernel(f"{__name__}:make_one_number", "1q")
     with monkeypatch.context() as patch:
         patch.setattr(numbers, "compile_entry", spy)
         x = torch.zeros(1)
-        kernel.run(special, 1, *[x.data_ptr()] * 5, 0)
+        kernel.run(special, 1, x.data_ptr())
+    assert x == sum(special, start=2.0)
     return not compiled_now
 
 
@@ -486,40 +547,14 @@ def test_code_that_cannot_be_kept(
         monkeypatch.setattr(kept, "link", lambda *_: None)
     else:
         monkeypatch.setattr(Path, "mkdir", fail)
-    kernel = Kernel(f"{__name__}:make_all_numbers", "6q")
-    monkeypatch.setitem(globals(), "ALL_NUMBERS", kernel)
-    assert all_numbers(torch.ones(1))[0] == 1
+    x = torch.zeros(1)
+    Kernel(f"{__name__}:make_one_number", "1q").run((), 1, x.data_ptr())
+    assert x == 2
     assert not list(tmp_path.iterdir())
 
 
-FEWER_THREADS = """
-import torch
-from engine_core.kernels import paged_attention
-from engine_core.kernels.attention import native, reference
-
-native._LEAST = 1
-torch.set_num_threads(5)
-torch.manual_seed(0)
-q, cache = torch.randn(1, 4, 16), torch.randn(2, 6, 16, 2, 16)
-rows = {
-    "block_tables": torch.tensor([[3, 1, 5, 0]], dtype=torch.int32),
-    "query_start": torch.tensor([0, 1], dtype=torch.int32),
-    "kv_lens": torch.tensor([61], dtype=torch.int32),
-}
-sizes = {"max_query_len": 1, "max_kv_len": 61, "num_decode_rows": 1}
-got = paged_attention(q, *cache, scale=0.25, **rows, **sizes)
-expected = torch.empty_like(q)
-reference.paged_attention(q, *cache, expected, scale=0.25, **rows)
-torch.testing.assert_close(got, expected)
-"""
-
-
-def test_fewer_threads_than_asked_for(share_among: Callable[[int], None]) -> None:
-    limit = {"OMP_THREAD_LIMIT": "2", "OMP_NUM_THREADS": "2"}
-    _python(FEWER_THREADS, **limit)
-
-
 # None in sys.modules would make find_spec raise an error, which it does not where numba is missing.
+# The process is a fork of one that has it.
 WITHOUT_NUMBA = """
 import sys
 
@@ -535,11 +570,16 @@ class Without:
         return getattr(self.finder, name)
 
 sys.meta_path[:] = map(Without, sys.meta_path)
+for name in [name for name in sys.modules if {"numba", "llvmlite"} & {*name.split(".")}]:
+    del sys.modules[name]
 """
 ENGINE = """
 import logging, sys
 from engine_core import LLM, EngineConfig, SamplingParams
+from engine_core.kernels.compiled import Kernel
 
+ran, run = [], Kernel.run
+Kernel.run = lambda *given: ran.append(given[0]) or run(*given)
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 config = EngineConfig(
     load_format="dummy", skip_tokenizer_init=True, max_model_len=64, max_num_seqs=2, device="cpu"
@@ -548,7 +588,7 @@ with LLM(sys.argv[1], config) as llm:
     greedy = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     [output] = llm.generate([[3, 4, 5]], greedy)
 assert len(output.outputs[0].token_ids) == 5
-print(any(name.startswith("llvmlite") for name in sys.modules))
+print(len(ran) > 0, any(name.startswith("llvmlite") for name in sys.modules))
 """
 
 
@@ -563,11 +603,11 @@ def test_an_engine_starts_without_numba_and_says_what_would_be_faster(tmp_path: 
         architectures=["LlamaForCausalLM"],
     )
     config.save_pretrained(tmp_path)
-    lines = _python(WITHOUT_NUMBA + ENGINE, str(tmp_path)).splitlines()
-    assert lines[-1] == "False"
+    lines = _forked(WITHOUT_NUMBA + ENGINE, str(tmp_path)).splitlines()
+    assert lines[-1] == "False False"
     assert len([line for line in lines if "engine-core-llm[cpu]" in line]) == 1
-    lines = _python(ENGINE, str(tmp_path)).splitlines()
-    assert lines[-1] == "True"
+    lines = _forked(ENGINE, str(tmp_path)).splitlines()
+    assert lines[-1] == "True True"
     assert not [line for line in lines if "engine-core-llm[cpu]" in line]
 
 
@@ -583,19 +623,6 @@ def test_a_numba_that_cannot_be_imported_is_done_without(
     assert "NumPy 2.3" in caplog.text
 
 
-def test_llvm_is_imported_when_a_kernel_is_first_run() -> None:
-    _python("""
-import sys
-import torch
-from engine_core.kernels import silu_and_mul
-
-silu_and_mul(torch.ones(2, 4, dtype=torch.float16))
-assert not {"numba", "llvmlite"} & set(sys.modules)
-silu_and_mul(torch.ones(2, 4))
-assert "llvmlite" in sys.modules
-""")
-
-
 def _python(program: str, *arguments: str, **environment: str) -> str:
     """Run a new Python in which warnings are errors and return what it prints."""
     return subprocess.run(
@@ -605,3 +632,10 @@ def _python(program: str, *arguments: str, **environment: str) -> str:
         text=True,
         env={**os.environ, **environment},
     ).stdout
+
+
+def _forked(program: str, *arguments: str) -> str:
+    """The same by a fork of a process that has imported torch, the engine and Numba."""
+    strict = "import warnings\nwarnings.simplefilter('error')\n"
+    command = [sys.executable, "-c", strict + program, *arguments]
+    return forkserver.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
