@@ -260,7 +260,17 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("by", ["file", "stdin"])
+# As Python runs what comes by stdin, in a fork.
+_BY_STDIN = """
+import sys
+__file__ = "<stdin>"
+exec(compile(sys.stdin.read(), __file__, "exec"))
+"""
+
+
+@pytest.mark.parametrize(
+    "by", ["file", "stdin", pytest.param("stdin of a new process", marks=pytest.mark.long)]
+)
 def test_new_processes_do_not_read_the_program(tmp_path: Path, by: str) -> None:
     """It would start an engine in each of them, or is not found."""
     part = """
@@ -272,12 +282,11 @@ with start() as llm:
 """
     program = tmp_path / "program.py"
     program.write_text(_PROGRAM + part + _TELL)
-    command = [sys.executable, str(program) if by == "file" else "-", str(GOLDEN / "llama-gqa")]
+    ways: dict[str, list[str]] = {"file": [str(program)], "stdin": ["-c", _BY_STDIN]}
+    command = [sys.executable, *ways.get(by, ["-"]), str(GOLDEN / "llama-gqa")]
     command += [json.dumps(PROMPT.input_ids), "{}"]
     with program.open() as text:
-        done = subprocess.run(
-            command, stdin=text, capture_output=True, text=True, timeout=100, check=False
-        )
+        done = forkserver.run(command, stdin=text, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     read, told = done.stdout.splitlines()
     assert (read, json.loads(told)) == ("read", {"forked": False, "tokens": PROMPT.new_tokens})

@@ -18,8 +18,8 @@ from serving import write_tiny_model
 from engine_core import EngineConfig, SamplingParams
 from engine_core.engine import Engine
 
-REQUESTS = 60 if "ENGINE_CORE_SOAK_SECONDS" in os.environ else 24
-SECONDS = float(os.environ.get("ENGINE_CORE_SOAK_SECONDS", "2"))
+REQUESTS = 60 if "ENGINE_CORE_SOAK_SECONDS" in os.environ else 12
+SECONDS = float(os.environ.get("ENGINE_CORE_SOAK_SECONDS", "1"))
 # What the allocator and caches that fill up may add between two samples of memory.
 ALLOWED_GROWTH = 32 * 2**20
 

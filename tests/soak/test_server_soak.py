@@ -20,8 +20,8 @@ import pytest
 from random_requests import Job, answered, known_jobs
 from serving import ServerProcess, write_tiny_model
 
-REQUESTS = 60 if "ENGINE_CORE_SOAK_SECONDS" in os.environ else 24
-SECONDS = float(os.environ.get("ENGINE_CORE_SOAK_SECONDS", "4"))
+REQUESTS = 60 if "ENGINE_CORE_SOAK_SECONDS" in os.environ else 12
+SECONDS = float(os.environ.get("ENGINE_CORE_SOAK_SECONDS", "2"))
 CLIENTS = 24
 # What the allocators of both processes may add between two samples of memory.
 ALLOWED_GROWTH = 48 * 2**20
