@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -32,6 +33,13 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 BASE: dict[str, Any] = {"skip_tokenizer_init": True, "device": "cpu"}
 
 
+@functools.cache
+def tensors_of(
+    kind: str, skips: Callable[[str], bool], experts: bool
+) -> tuple[made.Tensors, made.Tensors]:
+    return made.packed(made.mixtral() if experts else made.llama(), FORMATS[kind], skips)
+
+
 class Made:
     """A tiny Llama in a format, and the same with the numbers that its integers stand for."""
 
@@ -44,8 +52,7 @@ class Made:
         experts: bool = False,
     ) -> None:
         self.form = FORMATS[kind]
-        tensors = made.mixtral() if experts else made.llama()
-        held, plain = made.packed(tensors, self.form, skips)
+        held, plain = (dict(tensors) for tensors in tensors_of(kind, skips, experts))
         changes = made.MIXTRAL if experts else {}
         self.plain = made.write(folder / "plain", plain, **changes)
         self.packed = made.write(folder / "packed", held, self.form.settings, **changes)
@@ -179,9 +186,12 @@ def test_parts_of_several_forms_become_numbers(
     assert (logits(packed) - logits(plain)).abs().max() < 1e-4
 
 
+def skips_of_experts(name: str) -> bool:
+    return "lm_head" in name or "moe.gate" in name
+
+
 def of_experts(folder: Path, kind: str) -> Made:
-    skips = lambda name: "lm_head" in name or "moe.gate" in name  # noqa: E731
-    return Made(folder, kind, skips, experts=True)
+    return Made(folder, kind, skips_of_experts, experts=True)
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)

@@ -28,7 +28,7 @@ from engine_core.check import check_model
 from engine_core.errors import EngineError
 
 WORKER = Path(__file__).with_name("worker.py")
-CASES = 500 if os.environ.get(FULL) else 12
+CASES = 500 if os.environ.get(FULL) else 8
 
 
 @pytest.fixture(scope="module")

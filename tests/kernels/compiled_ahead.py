@@ -175,6 +175,8 @@ def compile_sampling(found: list[Any], choices: list[tuple[int, int, bool]]) -> 
     )
 
 
+SAMPLING = {"sampling": CHOICES, "few_tokens": [(1, 3, True)], "plain_tokens": [(1, 3, False)]}
+
 WAITS, LAUNCHES = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 
 
@@ -209,15 +211,16 @@ def main(names: list[str]) -> None:
 
     "experts" are the kernels of a layer of experts for one token, "rank_sums" those of sums over
     ranks, "all_" before them more of their forms, "row_codes" those of rows that are quantised
-    where they are made, "sampling" those that choose tokens, "few_tokens" the same of three.
+    where they are made, "sampling" those that choose tokens, "few_tokens" the same of three, and
+    "plain_tokens" of three whose logits nothing adjusts.
     """
     found = compile_launches()
     for name in names:
         kind = name.removeprefix("all_")
         if kind in MANY:
             made = MANY[kind](found, every=kind != name)
-        elif name in ("sampling", "few_tokens"):
-            made = compile_sampling(found, CHOICES if name == "sampling" else [(1, 3, True)])
+        elif name in SAMPLING:
+            made = compile_sampling(found, SAMPLING[name])
         elif name == "row_codes":
             made = compile_row_codes(found)
         else:

@@ -264,22 +264,30 @@ def test_kernel_options(name: str, deterministic: bool, launch_device: str) -> N
     assert error(got, expected) < 1e-5
 
 
+KERNEL_SHAPES: list[dict[str, Any]] = [
+    {"head_dim": 80},
+    {"head_dim": 96, "v_head_dim": 64},
+    {"head_dim": 72, "v_head_dim": 192},
+    {"head_dim": 100, "v_head_dim": 40},
+    {"head_dim": 128},
+    {"head_dim": 256},
+    {"heads": 7, "kv_heads": 1},
+    {"heads": 71, "kv_heads": 1},
+    {"heads": 3, "kv_heads": 3},
+    {"block_size": 1},
+    {"block_size": 5},
+    {"block_size": 256},
+    {"dtype": torch.float16},
+]
+
+
 @pytest.mark.parametrize(
-    "shape",
+    ("shape", "deterministic"),
     [
-        {"head_dim": 80},
-        {"head_dim": 96, "v_head_dim": 64},
-        {"head_dim": 72, "v_head_dim": 192},
-        {"head_dim": 100, "v_head_dim": 40},
-        {"head_dim": 128},
-        {"head_dim": 256},
-        {"heads": 7, "kv_heads": 1},
-        {"heads": 71, "kv_heads": 1},
-        {"heads": 3, "kv_heads": 3},
-        {"block_size": 1},
-        {"block_size": 5},
-        {"block_size": 256},
-        {"dtype": torch.float16},
+        # Each shape with one of the kernels, in turn.
+        pytest.param(shape, chosen, marks=() if index % 2 == chosen else pytest.mark.long)
+        for index, shape in enumerate(KERNEL_SHAPES)
+        for chosen in (False, True)
     ],
     ids=str,
 )

@@ -136,12 +136,15 @@ def test_chosen_kernels(type_name: str, rows: int) -> None:
         assert torch.equal(weight.take(ids), numbers[ids].to(dtype))
 
 
+MORE_FORMS = ["Q4_K", "Q5_1", "all_experts", "all_rank_sums", "sampling", "few_tokens"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [
-        ["int4", "Q4_K", "Q6_K", "experts", "rank_sums", "row_codes", "few_tokens"],
-        pytest.param(["Q5_1", "all_experts", "all_rank_sums", "sampling"], marks=pytest.mark.long),
+        ["int4", "Q6_K", "experts", "rank_sums", "row_codes", "plain_tokens"],
+        pytest.param(MORE_FORMS, marks=pytest.mark.long),
     ],
     ids=["each kind", "more forms"],
 )

@@ -192,7 +192,7 @@ def test_an_end_is_no_text_even_if_the_vocabulary_holds_it_as_text(llm: LLM) -> 
 
 def everything() -> list[SamplingParams]:
     """Guided rows with parameters of every kind, and rows that are not guided."""
-    schema = SCHEMAS["nested"]
+    schema = SCHEMAS["union"]
     plain = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     return [
         guided(1, schema),
