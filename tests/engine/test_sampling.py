@@ -173,7 +173,14 @@ def crossed() -> tuple[list[list[int]], list[SamplingParams]]:
     return [prompt for prompt, _ in pairs], [params for _, params in pairs]
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+# One by one they are alone.
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(settings, id=name, marks=pytest.mark.long if name == "one-by-one" else ())
+        for name, settings in SETTINGS.items()
+    ],
+)
 def test_no_setting_of_the_engine_shows_in_the_tokens(
     settings: dict[str, Any], alone: list[list[int]]
 ) -> None:
@@ -430,7 +437,11 @@ def test_bad_words_of_several_tokens_that_the_checkpoint_names(
 
 
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
-@pytest.mark.parametrize("more", [{}, {"min_length": 1}, {"max_new_tokens": 6}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [{}, pytest.param({"min_length": 1}, marks=pytest.mark.long), {"max_new_tokens": 6}],
+    ids=str,
+)
 def test_the_checkpoints_own_minimum_is_that_of_transformers(
     tmp_path: Path,
     reference: PreTrainedModel,
@@ -550,8 +561,20 @@ BEAMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("num_eos", [1, 40], ids=["one end", "many ends"])
-@pytest.mark.parametrize("settings", BEAMS.values(), ids=BEAMS.keys())
+@pytest.mark.parametrize(
+    ("settings", "num_eos"),
+    [
+        # Each with few ends or with many, in turn.
+        pytest.param(
+            settings,
+            (1, 40)[many],
+            id=f"{name}-{('one end', 'many ends')[many]}",
+            marks=() if index % 2 == many else pytest.mark.long,
+        )
+        for index, (name, settings) in enumerate(BEAMS.items())
+        for many in (False, True)
+    ],
+)
 def test_beam_search_is_that_of_transformers(
     reference: PreTrainedModel, settings: dict[str, Any], num_eos: int
 ) -> None:

@@ -158,8 +158,16 @@ def test_activations_are_the_formulas(activation: Any, gated: bool) -> None:
         assert error(got, expected) < 2 * TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("tile", [TILES[1], TILES[3], TILES[4]], ids=str)
-@pytest.mark.parametrize(("activation", "gated"), ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("activation", "gated", "tile"),
+    [
+        # Each with one of three tiles, in turn.
+        pytest.param(*activation, tile, marks=() if i % 3 == j else pytest.mark.long)
+        for i, activation in enumerate(ACTIVATIONS)
+        for j, tile in enumerate((TILES[1], TILES[3], TILES[4]))
+    ],
+    ids=str,
+)
 def test_kernel_activates(
     activation: str, gated: bool, tile: dict[str, Any], launch_device: str
 ) -> None:

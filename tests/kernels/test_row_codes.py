@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_examples import pairwise
 from torch import Tensor
 
 from engine_core.kernels import (
@@ -62,15 +63,9 @@ def check(coded: CodedRows, numbers: Tensor, form: RowForm) -> None:
     assert same.float().mean() > (0.99 if numbers.is_cuda else 0.99999)
 
 
-@pytest.fixture(params=WIDTHS, ids=str)
-def width(request: pytest.FixtureRequest) -> tuple[int, bool]:
-    chosen: tuple[int, bool] = request.param
-    return chosen
-
-
-@pytest.fixture(params=[False, True], ids=["dynamic", "static"])
-def form(request: pytest.FixtureRequest, width: tuple[int, bool], launch_device: str) -> RowForm:
-    scale = torch.tensor(0.01, device=launch_device) if request.param else None
+@pytest.fixture
+def form(static: bool, width: tuple[int, bool], launch_device: str) -> RowForm:
+    scale = torch.tensor(0.01, device=launch_device) if static else None
     return RowForm(scale, width[1])
 
 
@@ -91,7 +86,11 @@ def test_kernel_quantises_rows(given: bool, pairs: bool, launch_device: str) -> 
     assert (in_order(codes.cpu(), pairs) == expected).float().mean() > 0.99
 
 
-@pytest.mark.parametrize("kind", ["rms", "offset", "centred"])
+@pytest.mark.parametrize(
+    ("kind", "width", "static"),
+    pairwise(["rms", "offset", "centred"], WIDTHS, [False, True]),
+    ids=str,
+)
 def test_a_norm_quantises_what_it_rounds_to(
     kind: str, width: tuple[int, bool], form: RowForm, launch_device: str
 ) -> None:
@@ -109,6 +108,7 @@ def test_a_norm_quantises_what_it_rounds_to(
     check(coded, numbers, form)
 
 
+@pytest.mark.parametrize(("width", "static"), pairwise(WIDTHS, [False, True]), ids=str)
 def test_a_norm_of_scaled_sums_quantises_too(
     width: tuple[int, bool], form: RowForm, launch_device: str
 ) -> None:
@@ -124,7 +124,11 @@ def test_a_norm_of_scaled_sums_quantises_too(
     check(coded, numbers, form)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
+@pytest.mark.parametrize(
+    ("activation", "width", "static"),
+    pairwise(["silu", "gelu_tanh", "gelu"], WIDTHS, [False, True]),
+    ids=str,
+)
 def test_an_activation_quantises_what_it_rounds_to(
     activation: str, width: tuple[int, bool], form: RowForm, launch_device: str
 ) -> None:

@@ -243,8 +243,17 @@ def test_operations_of_a_layer_on_a_gpu(
 
 
 @pytest.mark.usefixtures("pretended")
-@pytest.mark.parametrize("rows", [1, 96, 300])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "rows"),
+    [
+        # Llama's and two of the others for each number of rows.
+        pytest.param(
+            family, rows, marks=() if i % 3 == j or family == "llama" else pytest.mark.long
+        )
+        for i, family in enumerate(FAMILIES)
+        for j, rows in enumerate((1, 96, 300))
+    ],
+)
 def test_fused_is_as_plain(family: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fused = stack(family, 2)
     agree(nn.ModuleList(fused), torch.device("cpu"))
