@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flat_pictures import flat_url
 from golden_fixtures import GOLDEN
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -217,7 +218,7 @@ def test_what_cannot_be_seen_is_refused_by_name_while_others_are_answered(
     assert alone["usage"]["prompt_tokens_details"]["image_tokens"] > 20
     sent = bodies(folder)
     with ThreadPoolExecutor(12) as threads:
-        others = [threads.submit(ask, server, GOOD, key="b", max_tokens=64) for _ in range(20)]
+        others = [threads.submit(ask, server, GOOD, key="b", max_tokens=64) for _ in range(8)]
         answers = dict(
             zip(sent, threads.map(lambda parts: ask(server, *parts), sent.values()), strict=True)
         )
@@ -246,8 +247,7 @@ def test_videos_and_files_are_seen(server: Any, folder: Path) -> None:
 
 
 def test_a_key_does_not_wait_for_all_pictures_of_another(server: Any) -> None:
-    whole = np.zeros((3000, 3000, 3), np.uint8)
-    large = [image(url(encoded(whole[: 3000 - i]))) for i in range(9)]
+    large = [image(flat_url(3000 - i, 3000)) for i in range(9)]
     with ThreadPoolExecutor(9) as threads:
         many = [threads.submit(ask, server, each, max_tokens=1) for each in large]
         while server.metric("engine_core_media_requests_waiting") < 8:

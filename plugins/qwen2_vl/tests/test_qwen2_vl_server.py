@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from flat_pictures import flat_url
 from PIL import Image
 from seeing_model import IMAGE_TOKEN, character, write_seeing_model
 from serving import ServerProcess
@@ -402,7 +403,7 @@ def test_metrics_of_pictures(server: ServerProcess) -> None:
 
 def test_processing_ends_when_its_client_leaves(server: ServerProcess) -> None:
     """Otherwise the picture would be decoded and kept, and known when it comes again."""
-    huge = data_url(np.zeros((7000, 7000, 3), np.uint8))
+    huge = flat_url(7000, 7000)
     # As it is, it would be more tokens than the model takes, which its header tells at once.
     shown = {"messages": message(huge), "mm_processor_kwargs": {"max_pixels": 20_000}}
     body = json.dumps({**ASKED, **shown}).encode()
@@ -424,7 +425,7 @@ def test_who_sends_large_pictures_holds_up_nobody(server: ServerProcess) -> None
     """Each with a salt of its own, which is no client of its own."""
     url = server.url + "/v1/chat/completions"
     small = {"max_pixels": 20_000}
-    large = [data_url(np.full((4100, 4100, 3), number, np.uint8)) for number in range(6)]
+    large = [flat_url(4100, 4100, number) for number in range(6)]
 
     def ask(shown: str, salt: str, source: str = "127.0.0.1") -> float:
         body = {**ASKED, "messages": message(shown), "cache_salt": salt}
@@ -451,7 +452,7 @@ def test_who_sends_large_pictures_holds_up_nobody(server: ServerProcess) -> None
 def test_a_prompt_too_long_by_its_pictures_is_refused_at_once(
     server: ServerProcess, stream: bool
 ) -> None:
-    body = {**ASKED, "messages": message(data_url(np.zeros((2000, 2000, 3), np.uint8)))}
+    body = {**ASKED, "messages": message(flat_url(2000, 2000))}
     answer = httpx.post(
         server.url + "/v1/chat/completions", json={**body, "stream": stream}, timeout=60
     )

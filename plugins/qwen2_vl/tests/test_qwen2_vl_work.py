@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from flat_pictures import flat_url
 from golden_fixtures import GOLDEN
 from numpy.typing import NDArray
 from PIL import Image
@@ -256,7 +257,7 @@ def children(work: Work) -> list[psutil.Process]:
 def test_a_worker_that_is_killed_ends_its_request_and_a_template_none() -> None:
     work = Work()
     work.made(data_url(SMALL))
-    huge = data_url(np.zeros((3000, 3000, 3), np.uint8))
+    huge = flat_url(3000, 3000)
     begun = work.begun(data_url(SMALL), huge)
     while not (running := children(work)):
         assert not begun.done()
@@ -277,7 +278,7 @@ def test_a_worker_that_is_killed_ends_its_request_and_a_template_none() -> None:
 def test_a_worker_ends_when_nobody_waits_for_its_work() -> None:
     work = Work()
     work.made(data_url(SMALL))
-    begun = work.begun(data_url(np.zeros((4000, 4000, 3), np.uint8)))
+    begun = work.begun(flat_url(4000, 4000))
     while not children(work):
         assert not begun.done()
     begun.cancel()
@@ -313,7 +314,7 @@ def test_large_pictures_hold_up_no_small_ones(options: dict[str, int]) -> None:
     work = Work(max_workers=3)
     work.start()
     side = 100 if options else 5000
-    urls = [data_url(np.full((side, side, 3), number, np.uint8)) for number in range(8)]
+    urls = [flat_url(side, side, number) for number in range(8)]
     many = [
         work.begun(url, salts=(number,), client=Member("one", number), **options)
         for number, url in enumerate(urls)
@@ -367,7 +368,7 @@ def test_a_size_by_which_nothing_is_refused_wrongly() -> None:
 def test_equal_pictures_that_come_at_once_are_processed_once() -> None:
     work = Work()
     work.start()
-    huge = data_url(np.zeros((2000, 2000, 3), np.uint8))
+    huge = flat_url(2000, 2000)
     begun = [work.begun(huge), work.begun(huge, data_url(SMALL)), work.begun(huge, salts=("a",))]
     one, two, other = [each.result(60).pop().media for each in begun]
     assert two[0].features is one[0].features is not other[0].features
@@ -375,7 +376,7 @@ def test_equal_pictures_that_come_at_once_are_processed_once() -> None:
     assert work.stats.cache_items == 3
     # Whoever comes first may leave, or be refused for something else.
     assert isinstance(work.made(data_url(SMALL)).media[0].features, dict)
-    black = data_url(np.zeros((2000, 1999, 3), np.uint8))
+    black = flat_url(2000, 1999)
     for bad in (None, "data:image/png;base64,a$b="):
         shown = [black] if bad is None else [data_url(OTHER), bad]
         first, second = work.begun(*shown), work.begun(shown[0])
@@ -422,7 +423,7 @@ def test_nobody_waits_for_all_that_another_client_shows(named: bool) -> None:
         return begun
 
     own = data_url()
-    huge = [data_url(np.full((1500, 1500 + i, 3), i, np.uint8)) for i in range(6)]
+    huge = [flat_url(1500, 1500 + i, i) for i in range(6)]
     begun = [ask("a", each) for each in huge[:4]]
     # What the other one shows is also in a prompt that waits behind these: it is not waited for.
     begun += [ask("a", own, huge[4]), ask("b", own), ask("a", own, huge[5])]
@@ -439,7 +440,7 @@ def test_closing_while_pictures_wait_tells_each() -> None:
     work = Work(max_queued=3, mm_processor_cache_gb=0)
     work.start()
     before = open_files()
-    huge = data_url(np.zeros((3000, 3000, 3), np.uint8))
+    huge = flat_url(3000, 3000)
     begun = [work.begun(huge) for _ in range(4)]
     assert work.stats.waiting == 4
     with pytest.raises(QueueFullError, match="4 requests wait for the processor of pictures"):
@@ -576,7 +577,7 @@ def test_nothing_is_left_after_aborts_and_the_death_of_the_engine() -> None:
                 assert len(shared_files()) == (not output.finished)
             eventually(lambda: shared_in(engine.pid), 0)
             # Cancelled while it is processed, which makes few tokens of it.
-            huge = shown(data_url(np.zeros((3000, 3000, 3), np.uint8)))
+            huge = shown(flat_url(3000, 3000))
             huge["mm_processor_kwargs"] = {"max_pixels": 10_000}
             task = asyncio.create_task(engine.add_request(huge, long))
             await asyncio.sleep(0.05)
