@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 import time
@@ -14,6 +15,7 @@ import httpx
 import psutil
 import pytest
 from attacking import Clock, wait_until
+from random_examples import FULL
 from serving import ServerProcess
 from slow_llama import OPTIONS as SLOW
 
@@ -122,6 +124,16 @@ ATTACKS: dict[str, tuple[dict[str, Any], str | None]] = {
         None,
     ),
 }
+
+# One of each refusal and of each kind of grammar; the others are for ``make soak``.
+if FULL not in os.environ:
+    for name in (
+        *("27,500 required names", "20,000 required names", "5,000 properties"),
+        *("1,000 required names", "repetitions of anything", "classes of Unicode"),
+        *("intersections", "patterns of one text", "a text of a million characters"),
+        *("100,000 items", "formats"),
+    ):
+        del ATTACKS[name]
 
 
 class Healthy(threading.Thread):
