@@ -6,6 +6,7 @@ import ast
 import io
 import os
 import re
+import shlex
 import shutil
 import site
 import subprocess
@@ -16,6 +17,7 @@ import zipfile
 from pathlib import Path
 from textwrap import indent
 
+import forkserver
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -97,6 +99,10 @@ def test_the_lines_of_code_are_those_stated() -> None:
     }
 
 
+# All of its checks are run where the example's own tests are.
+FEW_CHECKS = "-q -p no:cacheprovider -k 'discovery or config_builder or test_logits'"
+
+
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
     """A folder that looks like a clone as far as the document's commands look."""
@@ -134,19 +140,59 @@ def environment(tmp_path: Path) -> dict[str, str]:
         "PIP_NO_INDEX": "1",
         "PIP_NO_DEPS": "1",
         "PIP_NO_BUILD_ISOLATION": "0",  # pip reads this one the other way round
-        # All of its checks are run where the example's own tests are.
-        "PYTEST_ADDOPTS": "-q -p no:cacheprovider -k 'discovery or config_builder or test_logits'",
+        "PYTEST_ADDOPTS": FEW_CHECKS,
     }
 
 
+def commands() -> list[str]:
+    """The document's commands, a line each."""
+    blocks = (block for block in BLOCK.finditer(DOCUMENT.read_text()) if block[1] == "sh")
+    found = [line for block in blocks for line in block[2].splitlines()]
+    assert len(found) == 8
+    return found
+
+
+def check_output(output: str, clone: Path) -> None:
+    """What the commands wrote, and the package that one of them made."""
+    assert (clone / "my-plugins" / "engine-core-my-model" / "pyproject.toml").is_file()
+    assert " passed" in output
+    assert re.search(r"gpt2 .*engine-core-gpt2 .*GPT2LMHeadModel .*ok", output)
+    assert re.search(r"^\d+( \d+)* *$", output, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_commands_work_with_the_package_installed(
+    clone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forks run all but pip's two: what pip makes of a package is shown in test_packaging.py."""
+    monkeypatch.setenv("PYTEST_ADDOPTS", FEW_CHECKS)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    modules = {"engine-core": ["-m", "engine_core.cli"], "pytest": ["-m", "pytest"], "python": []}
+    output, left_out = "", []
+    for command in commands():
+        name, *words = shlex.split(command)
+        if name not in modules:
+            left_out.append(name)
+            continue
+        done = forkserver.run(
+            [sys.executable, *modules[name], *words],
+            cwd=clone,
+            capture_output=True,
+            text=True,
+            check=False,
+            preloaded=forkserver.TRANSFORMERS,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        output += done.stdout
+    assert left_out == ["pip", "pip"]
+    check_output(output, clone)
+
+
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_commands_work_one_after_the_other(clone: Path, environment: dict[str, str]) -> None:
-    commands = "".join(
-        block[2] for block in BLOCK.finditer(DOCUMENT.read_text()) if block[1] == "sh"
-    )
-    assert len(commands.splitlines()) == 8
     done = subprocess.run(
-        ["bash", "-eux", "-c", commands],
+        ["bash", "-eux", "-c", "\n".join(commands())],
         cwd=clone,
         env=environment,
         capture_output=True,
@@ -154,10 +200,7 @@ def test_the_commands_work_one_after_the_other(clone: Path, environment: dict[st
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (clone / "my-plugins" / "engine-core-my-model" / "pyproject.toml").is_file()
-    assert " passed" in done.stdout
-    assert re.search(r"gpt2 .*engine-core-gpt2 .*GPT2LMHeadModel .*ok", done.stdout)
-    assert re.search(r"^\d+( \d+)* *$", done.stdout, re.MULTILINE)
+    check_output(done.stdout, clone)
     [wheel] = (clone / "dist").iterdir()
     names = zipfile.ZipFile(wheel).namelist()
     assert "engine_core_gpt2/model.py" in names
