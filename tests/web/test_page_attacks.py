@@ -246,22 +246,28 @@ def test_no_file_that_is_refused_leaves_anything(server, page, tmp_path):
 
 # JSON of messages and of what else a stored conversation has, each as no version of the page wrote.
 CORRUPT = [
-    {"messages": [QUESTION | {"id": {}}, ANSWER | {"id": ["x"], "reasoning": {"a": 1}}]},
-    {"messages": [QUESTION, ANSWER | {"usage": "x", "timing": {"first": {}, "total": "y"}}]},
-    {"messages": [QUESTION, ANSWER | {"usage": {"completion_tokens": {}}, "timing": 5}]},
-    {"messages": [QUESTION, ANSWER | {"status": "error", "error": {"a": 1}, "at": "x"}]},
-    {"messages": [QUESTION, ANSWER | {"versions": [ANSWER, 5, None], "at": 10**20}]},
-    {"messages": [QUESTION, ANSWER | {"versions": {"length": 9}, "at": -5, "tail": "x"}]},
+    {
+        "messages": [
+            *(QUESTION | {"id": {}}, ANSWER | {"id": ["x"], "reasoning": {"a": 1}}),
+            *(QUESTION, ANSWER | {"usage": "x", "timing": {"first": {}, "total": "y"}}),
+            *(QUESTION, ANSWER | {"usage": {"completion_tokens": {}}, "timing": 5}),
+            *(QUESTION, ANSWER | {"status": "error", "error": {"a": 1}, "at": "x"}),
+            *(QUESTION, ANSWER | {"versions": [ANSWER, 5, None], "at": 10**20}),
+            *(QUESTION, ANSWER | {"versions": {"length": 9}, "at": -5, "tail": "x"}),
+        ]
+    },
     {"messages": [ANSWER, ANSWER, QUESTION], "settings": "text", "draft": {"a": 1}},
     {"messages": [ANSWER | {"status": "streaming", "content": ""}], "settings": [1, 2]},
-    {"messages": [QUESTION | {"pictures": [5, None, {"id": 5}, {"id": "x", "name": "y"}]}]},
     {
-        "messages": [QUESTION],
+        "messages": [QUESTION | {"pictures": [5, None, {"id": 5}, {"id": "x", "name": "y"}]}],
         "settings": {"temperature": {"a": 1}, "max_tokens": "x", "toString": 1},
     },
     {"messages": [QUESTION], "updated": {"a": 1}, "created": 5, "title": ["x"], "pictures": "x"},
-    {"messages": [QUESTION], "id": 'c"] <img src=x onerror=window.pwned=1>', "title": "x" * 10**6},
-    {"messages": [QUESTION, ANSWER | {"content": "x" * 10**6, "finish_reason": {"a": 1}}]},
+    {
+        "messages": [QUESTION, ANSWER | {"content": "x" * 10**6, "finish_reason": {"a": 1}}],
+        "id": 'c"] <img src=x onerror=window.pwned=1>',
+        "title": "x" * 10**6,
+    },
 ]
 
 
