@@ -53,8 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     config.stash[_LEFT_OUT], config.stash[_LONG] = set(), set()
     config.stash[_PROCESSOR] = 0.0
-    # The engine's own process, and each rank's.
+    # The engine's own process, and each rank's, and that of which workers are forks.
     forkserver.spawn_from_here()
+    forkserver.templates_from_here()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -52,6 +52,7 @@ PRELOADED = (
     *("engine_core.kernels.rotary_store.numba", "engine_core.kernels.compiled.numbers"),
     *("numba.core.ccallback", "numba.np.arrayobj", "numba.np.linalg", "numba.np.random"),
     *("numba.np.polynomial", "numba.typed.typeddict", "numba.cpython.setobj", "email.policy"),
+    *("av", "PIL.Image", "engine_core.engine.media_worker", "engine_core.runtime.grammar_trial"),
 )
 # For a command that imports the models of all families: it takes three seconds of most.
 TRANSFORMERS = ("transformers.modeling_utils", "engine_core_transformers.model")
@@ -60,7 +61,9 @@ _FIXED = ("CUDA_", "GOMP_", "KMP_", "MKL_", "NUMBA_", "OMP_", "PYTHON", "TORCH_"
 _FIXED += ("PROMETHEUS_",)
 # Python reads PYTHONBREAKPOINT at a breakpoint only, and Ray sets it for good where it connects.
 # GOMP_SPINCOUNT is for threads that wait for others: a process of ours sets it for those it spawns.
+# MKL_NUM_THREADS is what OMP_NUM_THREADS is where it is set, for the template of a pool's workers.
 _SET_ANEW = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONBREAKPOINT", "GOMP_SPINCOUNT")
+_SET_ANEW += ("MKL_NUM_THREADS",)
 # What a fork with a variable imports anew, because it is read at the import and costs little.
 _IMPORTED_ANEW = {
     "PROMETHEUS_MULTIPROC_DIR": ("prometheus_client", "engine_core.server", "engine_core.cli")
@@ -151,7 +154,13 @@ def server(more: Sequence[str] = ()) -> Server | None:
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]
-    """A child of this process, as ``subprocess.Popen`` makes it; ``preloaded`` as for a server."""
+    """A child of this process, as ``subprocess.Popen`` makes it; ``preloaded`` as for a server.
+
+    Attributes:
+        alone: it has no server of its own, which would be one of its children.
+    """
+
+    alone = False
 
     def __init__(self, *values: Any, preloaded: Sequence[str] = (), **options: Any) -> None:
         self._preloaded = preloaded
@@ -167,6 +176,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
             return
         ends = (asked["p2cread"], asked["c2pwrite"], asked["errwrite"])
         files = [(number if end == -1 else end, number) for number, end in enumerate(ends)]
+        files += [(number, number) for number in asked["pass_fds"]]
         try:
             self.pid = known.fork(
                 files,
@@ -174,6 +184,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
                 environment=environment,
                 folder=os.fspath(asked["cwd"] or Path.cwd()),
                 session=asked["start_new_session"],
+                alone=self.alone,
             )
             self._child_created = True
         finally:
@@ -184,7 +195,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 def _is_plain(asked: dict[str, Any]) -> bool:
     """Whether it is ``python -m``, ``python -c`` or ``python file``, with nothing unusual."""
     command = asked["args"]
-    unusual = ("executable", "preexec_fn", "shell", "pass_fds", "gid", "gids", "uid", "startupinfo")
+    unusual = ("executable", "preexec_fn", "shell", "gid", "gids", "uid", "startupinfo")
     return (
         not isinstance(command, str | bytes | os.PathLike)
         and len(command) > 1
@@ -246,7 +257,29 @@ def _spawned(path: bytes, command: list[Any], passed: Sequence[int]) -> int:
         environment=environment,
         folder=str(Path.cwd()),
         session=False,
+        alone=False,
     )
+
+
+class _Template(Popen):
+    """The process that a pool of workers forks them from."""
+
+    alone = True
+
+
+def templates_from_here() -> None:
+    """Let templates of pools of workers come from this process's server.
+
+    Each imports again what is imported there: a second of a processor for one of pictures.
+    """
+    pool: Any = importlib.import_module("engine_core.workers.pool")
+    pool.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": _Template})
+
+
+def templates_afresh() -> None:
+    """Let them be processes of their own again."""
+    pool: Any = importlib.import_module("engine_core.workers.pool")
+    pool.subprocess = subprocess
 
 
 # What follows runs in the server and in what it forks.
@@ -284,6 +317,8 @@ def _serve(connection: socket.socket) -> Task:
         os.read(begin, 1)
         os.close(begin)
         connection.close()
+        if request["alone"]:
+            return lambda: _become(request, files)
         ours, theirs = socket.socketpair()
         if os.fork() == 0:  # the server of this fork, as fresh as the one that it comes from
             ours.close()
@@ -344,6 +379,7 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
     spawn_from_here()
+    templates_from_here()
 
     _, first, *rest = request["arguments"]
     if first == "-m":
