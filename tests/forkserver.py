@@ -23,6 +23,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import importlib.metadata
 import inspect
 import io
 import json
@@ -54,6 +55,10 @@ PRELOADED = (
     *("numba.np.polynomial", "numba.typed.typeddict", "numba.cpython.setobj", "email.policy"),
     *("av", "PIL.Image", "engine_core.engine.media_worker", "engine_core.runtime.grammar_trial"),
 )
+# Every start asks each installed family, and most run Llama. A fork with other folders on its path
+# imports them anew: it may have a copy of one.
+FAMILY_MODULES = ("plugin", "config")
+_FAMILIES: set[str] = set()
 # For a command that imports the models of all families: it takes three seconds of most.
 TRANSFORMERS = ("transformers.modeling_utils", "engine_core_transformers.model")
 # What begins so is read when a library is imported, or when Python starts.
@@ -369,10 +374,12 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     new = [word for word in os.environ.get("PYTHONPATH", "").split(os.pathsep) if word]
     sys.path[:] = [*new, *(folder for folder in sys.path if folder not in gone)]
     importlib.invalidate_caches()
-    for variable, packages in _IMPORTED_ANEW.items():
-        if variable in os.environ:
-            for name in [name for name in sys.modules if _belongs(name, packages)]:
-                del sys.modules[name]
+    anew = [packages for name, packages in _IMPORTED_ANEW.items() if name in os.environ]
+    if os.environ.get("PYTHONPATH", "") != server_path:
+        anew.append(tuple(_FAMILIES))
+    for packages in anew:
+        for name in [name for name in sys.modules if _belongs(name, packages)]:
+            del sys.modules[name]
     # What the server imported stays frozen. An engine's process thaws what it loaded, and collects:
     # it would look at all of the imports, and write to their pages.
     gc.freeze = gc.unfreeze = lambda: None  # type: ignore[assignment]
@@ -447,6 +454,14 @@ def _main() -> Task:
     for name in (*PRELOADED, *sys.argv[2:]):
         with suppress(ImportError):  # a test that needs it says so
             importlib.import_module(name)
+    for entry in importlib.metadata.entry_points(group="engine_core"):
+        family = entry.module.partition(".")[0]
+        _FAMILIES.add(family)
+        for module in FAMILY_MODULES:
+            with suppress(ImportError):
+                importlib.import_module(f"{family}.{module}")
+    with suppress(ImportError):
+        importlib.import_module("engine_core_llama.model")
     assert sys.argv[2:] or "triton" not in sys.modules, "forks could not choose how kernels run"
     if numba := sys.modules.get("numba"):
         # What a compiled function's first load would do in every fork.
