@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +59,23 @@ class Draw(NamedTuple):
     tied: bool
     rows: int
     tokens: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], rows: int, tokens: int) -> Draw:
+        """The shape of a checkpoint's ``config.json``, and such rows."""
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        return cls(
+            hidden=hidden,
+            intermediate=config["intermediate_size"],
+            layers=config["num_hidden_layers"],
+            heads=heads,
+            kv_heads=config["num_key_value_heads"],
+            head_dim=config.get("head_dim", hidden // heads),
+            vocab=config["vocab_size"],
+            tied=config["tie_word_embeddings"],
+            rows=rows,
+            tokens=tokens,
+        )
 
     @property
     def layer_weights(self) -> int:

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -68,8 +69,12 @@ def build(
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
     gguf: str | None = None,
+    **overrides: Any,
 ) -> LLM:
-    """The engine with random weights of the shape, or of a GGUF file of blocks of this type."""
+    """The engine with random weights of the shape, or of a GGUF file of blocks of this type.
+
+    ``overrides`` are other fields of the engine's settings.
+    """
     if gguf is None:
         model = write_config(name, folder / name)
     else:
@@ -89,7 +94,7 @@ def build(
         max_num_batched_tokens=8192,
     )
     own_process.claim()
-    return LLM(str(model), config)
+    return LLM(str(model), config, **overrides)
 
 
 def release() -> None:

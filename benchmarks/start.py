@@ -28,7 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.workloads import write_config
+from benchmarks.workloads import SHAPES, write_config
 
 BEGIN = time.perf_counter()  # before the imports that take long
 
@@ -124,7 +124,7 @@ async def serve(model: Path, arguments: argparse.Namespace) -> None:
 def main() -> None:
     """Start one engine."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("shape", nargs="?", default="llama3_8b")
+    parser.add_argument("shape", nargs="?", default="llama3_8b", help="its name, or a folder")
     parser.add_argument("--processes", type=int)
     parser.add_argument("--cache", type=Path)
     parser.add_argument("--warm-up", action="store_true")
@@ -139,7 +139,9 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = str(arguments.cache or Path(folder) / "kernels")
-        model = write_config(arguments.shape, Path(folder) / arguments.shape)
+        model = Path(arguments.shape)
+        if arguments.shape in SHAPES:
+            model = write_config(arguments.shape, Path(folder) / arguments.shape)
         if arguments.requests:
             asyncio.run(serve(model, arguments))
         else:
