@@ -46,6 +46,7 @@ def extend_block_keys(
     spans: Spans = (),
     salts: tuple[Hashable, ...] = (),
     media: Sequence[MediaItem] = (),
+    most: int | None = None,
 ) -> None:
     """Append to ``keys`` those of the full blocks of ``token_ids`` that it does not have yet.
 
@@ -60,13 +61,15 @@ def extend_block_keys(
         salts: the prompt's cache salts.
         media: the prompt's items. A block that overlaps one is hashed with its digest and with
             which of its embeddings the block has.
+        most: how many keys there may be in all; as many as there are full blocks if None.
 
     Raises:
         TypeError: a token is not an integer.
         OverflowError: a token does not fit 64 bits.
     """
     first = len(keys) * block_size
-    last = len(token_ids) // block_size * block_size
+    count = len(token_ids) // block_size
+    last = (count if most is None else min(count, most)) * block_size
     if first >= last:
         return
     # As bytes at once: a conversion for each block would take longer than its hash.
@@ -139,6 +142,17 @@ class PrefixCache:
             if self._find(keys, index) is None:
                 count = index
         return count * per_block
+
+    def ends_before(self, keys: Sequence[BlockKey], begin: int, limit: int) -> bool:
+        """Whether no prefix of up to ``limit`` keys has all of ``keys``, by those from ``begin``.
+
+        That is, each needs all blocks before its end, and one of these is not cached.
+        """
+        per_block = self._keys_per_block
+        if self.first_needed_block(limit // per_block * self._block_size) > 0:
+            return False
+        indices = range(begin // per_block, len(keys) // per_block)
+        return any(self._find(keys, index) is None for index in indices)
 
     def blocks(self, keys: Sequence[BlockKey], count: int, first: int) -> list[int]:
         """The cached blocks from ``first`` on, to the end of a prefix that ``longest`` gave.

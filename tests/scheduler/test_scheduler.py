@@ -267,6 +267,24 @@ def test_a_prefix_is_shared_and_its_last_token_computed() -> None:
         assert plan.rows[1].new_blocks[group][1] not in shared[group][:2]
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, 6), (6,), (900,), (900, 6)])
+@pytest.mark.parametrize("shared", [0, 3, 124, 128, 129, 255, 256, 260, 511, 800])
+def test_a_long_prompt_is_looked_up_as_far_as_it_is_cached(
+    shared: int, windows: tuple[int | None, ...]
+) -> None:
+    """Keys are made in stretches of 32, 64 and so on, until one is not found."""
+    sched = scheduler(
+        windows=windows, num_blocks=900, max_num_batched_tokens=900, max_model_len=900
+    )
+    for name, own in (("first", 0), ("second", 1000), ("third", 1000)):
+        tokens = [*range(shared), *range(shared + own, 801 + own)]
+        one = request(name, tokens, max_model_len=900, max_tokens=1)
+        sched.add(one)
+        answer(sched, planned(sched))
+        found = {"first": 0, "second": shared // 4 * 4, "third": 800}
+        assert one.num_cached_tokens == found[name]
+
+
 def test_generated_tokens_are_shared_too() -> None:
     sched = scheduler(block_size=2)
     first = request("first", [1, 2, 3], max_tokens=4)
