@@ -153,7 +153,7 @@ def commands() -> list[str]:
 
 
 def check_output(output: str, clone: Path) -> None:
-    """What the commands wrote, and the package that one of them made."""
+    """Check what the commands wrote, and the package that one of them made."""
     assert (clone / "my-plugins" / "engine-core-my-model" / "pyproject.toml").is_file()
     assert " passed" in output
     assert re.search(r"gpt2 .*engine-core-gpt2 .*GPT2LMHeadModel .*ok", output)
