@@ -124,7 +124,8 @@ PUBLISHED: dict[str, tuple[float, float | None]] = {
     "8b-200-sampled": (13.66, 13.21),
     "8b-first": (94.4, 94.9),
     "8b-mix": (10524, 10338),
-    "8b-lognormal": (7074, 6713),
+    # vLLM made 6,713 there of other requests: the issue does not say which lengths it had.
+    "8b-lognormal": (7074, None),
     "1b-long": (2.95, 2.41),
     "1b-first": (237, 222),
     "1b-100": (2.29, 2.92),
