@@ -275,13 +275,11 @@ def make_vectors(
                             k2 = keys + min(j + 2, run - 1) * k_stride
                             k3 = keys + min(j + 3, run - 1) * k_stride
                             to = logits_at + (token - first + j) * 4
-                            for i in range(_AHEAD, _AHEAD + DOTS):
-                                fetch(k0 + i * k_stride, count * head_dim * size)
                             for h in range(count):
                                 head = h * args[18] * size
                                 dots(
                                     group, head_dim, size, queries_at + h * group * head_dim * 4,
-                                    to + h * group * LOGITS * 4, LOGITS * 4,
+                                    to + h * group * LOGITS * 4, LOGITS * 4, _AHEAD * k_stride,
                                     k0 + head, k1 + head, k2 + head, k3 + head,
                                 )  # fmt: skip
                         token += run
@@ -316,13 +314,11 @@ def make_vectors(
                         block = table[token // block_size] * args[19] + offset * args[20]
                         values = args[2] + (block + kv_head * args[21]) * size
                         weights = logits_at + (token - first) * 4
-                        for j in range(_AHEAD, _AHEAD + run):
-                            fetch(values + j * v_stride, count * v_head_dim * size)
                         for h in range(count):
                             weigh(
                                 group, v_head_dim, size, sums_at + h * group * v_head_dim * 4,
                                 weights + h * group * LOGITS * 4, LOGITS * 4,
-                                values + h * args[21] * size, v_stride, run,
+                                values + h * args[21] * size, v_stride, run, _AHEAD * v_stride,
                             )  # fmt: skip
                         token += run
                 if whole:

@@ -111,21 +111,28 @@ class _Emitter:
 
     def dots(self, queries: int, dim: int, size: int, args: tuple[Any, ...]) -> None:
         b = self.b
-        q, to, to_stride, keys = args[0], args[1], args[2], args[3:]
+        q, to, to_stride, ahead, keys = args[0], args[1], args[2], args[3], args[4:]
         places = [
             [_cgutils.alloca_once_value(b, _ZERO) for _ in range(DOTS)] for _ in range(queries)
         ]
+        # A pass of the loop takes two vectors, which of float32 are a line.
+        taken = 2 * LANES if dim % (2 * LANES) == 0 else LANES
         with _cgutils.for_range_slice(
-            b, _ir.Constant(_I64, 0), _ir.Constant(_I64, dim), _ir.Constant(_I64, LANES),
+            b, _ir.Constant(_I64, 0), _ir.Constant(_I64, dim), _ir.Constant(_I64, taken),
             intp=_I64, inc=True,
         ) as (column, _):  # fmt: skip
             key_at = self.times(column, size)
             q_at = b.add(q, self.times(column, 4))
-            numbers = [self.numbers(b.add(key, key_at), size) for key in keys]
-            for i in range(queries):
-                query = self.load(self.at(q_at, 4 * dim * i), _VECTOR)
-                for place, number in zip(places[i], numbers, strict=True):
-                    b.store(self.multiply_add(query, number, b.load(place)), place)
+            firsts = [b.add(key, key_at) for key in keys]
+            if ahead is not None:
+                for first in firsts:
+                    self.fetch(b.add(first, ahead))
+            for j in range(0, taken, LANES):
+                numbers = [self.numbers(self.at(first, size * j), size) for first in firsts]
+                for i in range(queries):
+                    query = self.load(self.at(q_at, 4 * (dim * i + j)), _VECTOR)
+                    for place, number in zip(places[i], numbers, strict=True):
+                        b.store(self.multiply_add(query, number, b.load(place)), place)
         for i in range(queries):
             first, second, third, fourth = (b.load(place) for place in places[i])
             four = self.pairs(self.pairs(first, second), self.pairs(third, fourth))
@@ -156,7 +163,7 @@ class _Emitter:
 
     def weigh(self, queries: int, vectors: int, dim: int, size: int, args: tuple[Any, ...]) -> None:
         b = self.b
-        sums, weights, weights_stride, values, stride, count = args
+        sums, weights, weights_stride, values, stride, count, ahead = args
         addresses = {
             (i, v): self.at(sums, 4 * (dim * i + LANES * v))
             for i in range(queries)
@@ -169,6 +176,9 @@ class _Emitter:
         rows = [b.add(weights, self.times(weights_stride, i)) for i in range(queries)]
         with _cgutils.for_range(b, count, intp=_I64) as loop:
             value = b.add(values, b.mul(loop.index, stride))
+            if ahead is not None:
+                for line in range(0, size * LANES * vectors, 64):
+                    self.fetch(self.at(b.add(value, ahead), line))
             numbers = [self.numbers(self.at(value, size * LANES * v), size) for v in range(vectors)]
             for i, row in enumerate(rows):
                 place_at = b.add(row, self.times(loop.index, 4))
@@ -219,7 +229,7 @@ def _literals(*values: Any) -> list[int]:
 @_intrinsic
 def dots(
     context: Any, group: Any, dim: Any, size: Any, queries: Any, to: Any, to_stride: Any,
-    k0: Any, k1: Any, k2: Any, k3: Any,
+    ahead: Any, k0: Any, k1: Any, k2: Any, k3: Any,
 ) -> Any:  # fmt: skip
     """Write the products of ``group`` queries with the keys of ``DOTS`` tokens.
 
@@ -230,26 +240,27 @@ def dots(
         queries: the address of ``[group, dim]`` float32.
         to: where a query's products go, side by side as float32.
         to_stride: bytes from one query's products to the next one's.
+        ahead: bytes from a key to what is fetched meanwhile into the second cache.
         k0: the address of a token's key, as the others are.
     """
     count, width, bytes_ = _literals(group, dim, size)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = _Emitter(builder)
-        q, to, stride, *keys = args[3:]
+        q, to, stride, ahead, *keys = args[3:]
         for part, first in emit.shares(count, _MOST_SUMS // DOTS):
             q_at = builder.add(q, emit.times(first, 4 * width))
             out = builder.add(to, builder.mul(first, stride))
-            emit.dots(part, width, bytes_, (q_at, out, stride, *keys))
+            emit.dots(part, width, bytes_, (q_at, out, stride, ahead, *keys))
         return context.get_dummy_value()
 
-    return _types.void(group, dim, size, *[_types.int64] * 7), generate
+    return _types.void(group, dim, size, *[_types.int64] * 8), generate
 
 
 @_intrinsic
 def weigh(
     context: Any, group: Any, dim: Any, size: Any, sums: Any, weights: Any, weights_stride: Any,
-    values: Any, stride: Any, tokens: Any,
+    values: Any, stride: Any, tokens: Any, ahead: Any,
 ) -> Any:  # fmt: skip
     """Add to each query's sums the values of some tokens by that query's weights.
 
@@ -263,24 +274,24 @@ def weigh(
         values: the address of the first token's values.
         stride: bytes from one token's values to the next one's.
         tokens: how many.
+        ahead: bytes from a value to what is fetched meanwhile into the second cache.
     """
     count, width, bytes_ = _literals(group, dim, size)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = _Emitter(builder)
-        sums, weights, weights_stride, values, stride, tokens = args[3:]
+        sums, weights, weights_stride, values, stride, tokens, ahead = args[3:]
         for part, first in emit.shares(count, 3):
             own = builder.add(weights, builder.mul(first, weights_stride))
             sums_at = builder.add(sums, emit.times(first, 4 * width))
             for vectors, vector in emit.shares(width // LANES, _MOST_SUMS // part):
                 to = builder.add(sums_at, emit.times(vector, 4 * LANES))
                 value = builder.add(values, emit.times(vector, bytes_ * LANES))
-                emit.weigh(
-                    part, vectors, width, bytes_, (to, own, weights_stride, value, stride, tokens)
-                )
+                given = (to, own, weights_stride, value, stride, tokens, ahead)
+                emit.weigh(part, vectors, width, bytes_, given)
         return context.get_dummy_value()
 
-    return _types.void(group, dim, size, *[_types.int64] * 6), generate
+    return _types.void(group, dim, size, *[_types.int64] * 7), generate
 
 
 @_intrinsic
