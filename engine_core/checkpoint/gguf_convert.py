@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 # Raised whenever the files written here change, so that old entries of the cache are left alone.
 FORMAT_VERSION = 3
+TOKENIZER_VERSION = 4
 _MAX_THREADS = 8
 #: Numbers of a block, by the types that may be kept as they are.
 BLOCK_TYPES = {
@@ -322,7 +323,7 @@ def convert_tokenizer(path: Path, cache: DiskCache | None = None) -> Path:
     def write(folder: Path) -> None:
         write_tokenizer(GGUFFile(path), folder)
 
-    return (cache or DiskCache()).get(file_key(path, f"gguf-tokenizer-{FORMAT_VERSION}"), write)
+    return (cache or DiskCache()).get(file_key(path, f"gguf-tokenizer-{TOKENIZER_VERSION}"), write)
 
 
 def _check_dtype(dtype: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_core.checkpoint.gguf import GGUFFile
+from engine_core.checkpoint.tokenizer_json import with_short_merges
 from engine_core.errors import TokenizerError
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ def write_tokenizer(gguf: GGUFFile, folder: Path) -> None:
         raise
     except Exception as error:
         raise TokenizerError(f"{gguf.path}: the tokenizer's tables are damaged: {error}") from error
-    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    (folder / "tokenizer.json").write_bytes(with_short_merges(tokenizer.to_str().encode()))
     (folder / "tokenizer_config.json").write_text(
         json.dumps(tables.config(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
     )

@@ -28,6 +28,7 @@ from engine_core.checkpoint.safetensors_file import (
     SafetensorsWriter,
     tensor_bytes,
 )
+from engine_core.checkpoint.tokenizer_json import with_short_merges
 from engine_core.configs.hf_config import parse_json
 from engine_core.errors import CheckpointError, CorruptCheckpointError, OptionError
 
@@ -41,6 +42,7 @@ _TENSORS_KEY = "engine_core.sha256"
 _HEADER_KEY = "engine_core.header_sha256"
 _TEXT, _BYTES = "file:", "base64:"
 _NO_HASH = "0" * 64
+_TOKENIZER = "tokenizer.json"
 # A name, or one in a folder; nothing that leads anywhere else.
 _NAME = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*", re.ASCII)
 _PIECE_BYTES = 16 * 2**20
@@ -104,12 +106,17 @@ class OneFile:
             raise CorruptCheckpointError(f"{path}: there is no config.json in its metadata")
 
     def folder(self, cache: DiskCache | None = None) -> Path:
-        """A folder of the disk cache with :attr:`files`.
+        """A folder of the disk cache with :attr:`files`; its tokenizer may be written shorter.
 
         Raises:
             CheckpointError: the cache cannot be written.
         """
-        return (cache or DiskCache()).get(f"one-file-{self._digest[:40]}", self.write_files)
+        return (cache or DiskCache()).get(f"one-file-2-{self._digest[:40]}", self._write_kept)
+
+    def _write_kept(self, folder: Path) -> None:
+        self.write_files(folder)
+        if _TOKENIZER in self.files:
+            (folder / _TOKENIZER).write_bytes(with_short_merges(self.files[_TOKENIZER]))
 
     def write_files(self, folder: Path) -> None:
         """Write :attr:`files` into ``folder``."""

@@ -29,7 +29,7 @@ from engine_core.kernels.compiled.numbers import (
     widen,
 )
 from engine_core.kernels.compiled.sizes import DOTS
-from engine_core.kernels.compiled.vectors import dots, fetch, greatest, weigh
+from engine_core.kernels.compiled.vectors import dots, greatest, weigh
 
 # Tokens by which keys, and values, are fetched ahead.
 _AHEAD = 16

@@ -326,17 +326,3 @@ def greatest(context: Any, address: Any, count: Any, least: Any) -> Any:
         return _Emitter(builder).greatest(*args)
 
     return _types.float32(_types.int64, _types.int64, _types.float32), generate
-
-
-@_intrinsic
-def fetch(context: Any, address: Any, size: Any) -> Any:
-    """Have ``size`` bytes from an address on, which may be any, fetched into the second cache."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        emit, (address, size) = _Emitter(builder), args
-        begin, step = _ir.Constant(_I64, 0), _ir.Constant(_I64, 64)
-        with _cgutils.for_range_slice(builder, begin, size, step, intp=_I64, inc=True) as (i, _):
-            emit.fetch(builder.add(address, i))
-        return context.get_dummy_value()
-
-    return _types.void(_types.int64, _types.int64), generate
