@@ -62,7 +62,7 @@ from engine_core.steps import (
     TokenUpdate,
 )
 from engine_core.text import TextStream, Tokenizer, TokenNames, check_variables, load_tokenizer
-from engine_core.text.chat_template import DEFAULT_TEMPLATE
+from engine_core.text.template_choice import DEFAULT_TEMPLATE
 from engine_core.workers import WorkerPool
 
 

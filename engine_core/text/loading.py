@@ -28,8 +28,8 @@ from tokenizers.models import BPE
 from engine_core.configs import SentencePieceFormat, TiktokenFormat
 from engine_core.configs.hf_config import read_object
 from engine_core.errors import EngineError, TokenizerError
-from engine_core.text.chat_template import DEFAULT_TEMPLATE
 from engine_core.text.sentencepiece_tokenizer import SentencePieceTokenizer
+from engine_core.text.template_choice import DEFAULT_TEMPLATE
 from engine_core.text.tiktoken import read_tiktoken
 from engine_core.text.tokenizer import (
     FastTokenizer,

@@ -9,11 +9,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import RequestError, TokenizerError
-from engine_core.text.chat_template import (
+from engine_core.text.template_choice import (
     DEFAULT_TEMPLATE,
     choose_chat_template,
     marked,
-    render_chat_template,
     until_mark,
 )
 
@@ -158,6 +157,9 @@ class Tokenizer(ABC):
         Raises:
             RequestError: malformed messages, no template, or an error from the template.
         """
+        # jinja comes with it.
+        from engine_core.text.chat_template import render_chat_template
+
         template = choose_chat_template(
             self.chat_templates, chat_template, with_tools=tools is not None
         )
