@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -294,7 +294,8 @@ def load_weight(param: nn.Parameter, tensor: Tensor, shard_id: Any = None) -> No
     loader: WeightLoader = getattr(param, "weight_loader", _load_whole)
     refused = None
     try:
-        with torch.no_grad():
+        # Most loads are in such a block already, and entering another 2000 times shows in a start.
+        with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
             loader(param, tensor, shard_id)
     except ShapeMismatchError as error:
         if account is None:
@@ -429,6 +430,7 @@ def _equal(target: Tensor, tensor: Tensor) -> bool:
 
 
 _ROWS = 1024
+_AS_IT_IS = nullcontext()
 _NUMBER = re.compile("0|[1-9][0-9]*")
 
 

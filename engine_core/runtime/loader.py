@@ -169,7 +169,7 @@ def _fill(
 ) -> None:
     """Have the model load its weights itself, as one of the author's methods."""
     try:
-        with silent():
+        with silent(), torch.no_grad():
             given = model.load_weights(kv_scales.routed(model, weights))  # type: ignore[operator]
             _update_weights(model)
     except (EngineError, torch.OutOfMemoryError):
