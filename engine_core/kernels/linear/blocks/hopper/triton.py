@@ -13,7 +13,6 @@ import functools
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -36,16 +35,16 @@ from engine_core.kernels.launch.hopper.triton import (
 )
 from engine_core.kernels.launch.triton import pdl_options
 from engine_core.kernels.linear.epilogues.hopper.triton import (
+    Launch,
     conclude,
-    kind_of,
     output,
     rows_of_program,
-    split_memory,
+    takes_rows,
     trial_of,
 )
 from engine_core.kernels.linear.groups import GroupWeight
 from engine_core.kernels.linear.readers.triton import instructions, offset_of
-from engine_core.kernels.linear.reference import DeferredRMSNorm, taken_apart
+from engine_core.kernels.linear.reference import DeferredRMSNorm
 from engine_core.kernels.linear.tiles import Tile
 
 _FAMILY = Family("linears by GGUF blocks", "These take about twice as long for up to 32 rows")
@@ -396,20 +395,16 @@ def _linear_kernel(
 
 def fits(x: Tensor, weight: GroupWeight) -> bool:
     """Whether :func:`linear` takes tensors of these shapes and places."""
-    rows = x.reshape(-1, x.shape[-1])
     kept = (weight.words, weight.scales, weight.minima, weight.high)
     signed = weight.bits == 6 and weight.group_size == 16 and weight.minima is None
     least = weight.bits in (4, 5) and weight.group_size == 32 and weight.minima is not None
     return (
-        x.dtype in (torch.bfloat16, torch.float16)
+        takes_rows(x)
         and weight.dtype == x.dtype
         and weight.headers is not None
         and (signed or least)
         and all(each is None or each.is_contiguous() for each in kept)
         and all(each is None or each.data_ptr() % 16 == 0 for each in kept)
-        and rows.data_ptr() % 16 == 0
-        and rows.stride(0) % 8 == 0
-        and rows.stride(1) == 1
     )
 
 
@@ -477,59 +472,42 @@ def linear(
     What :func:`fits` asks of x and the weight holds, and there are rows. Nothing that is still
     running writes the weight: it is read before the kernels before are waited for.
     """
-    values, squares, eps = taken_apart(x)
-    rows = values.reshape(-1, values.shape[-1])
-    num_rows, k = rows.shape
-    gated = epilogue.GATED.value
-    n = weight.shape[0] // 2 if gated else weight.shape[0]
-    block_m = rows_of_program(tile, num_rows)
-    blocks, tiles = triton.cdiv(num_rows, block_m), triton.cdiv(n, tile.block_n)
-    partial, arrivals = split_memory(tile, rows, n, tiles * blocks, gated)
+    launch = Launch.of(x, len(weight), epilogue, tile, bias)
+    rows, k = launch.rows, weight.in_features
     element = str(weight.dtype).removeprefix("torch.")
     asm, operands = _decoding(element, weight.bits)
-    kind = kind_of(epilogue)
-    box = tile.block_n // 2 if kind == "stored" else tile.block_n
+    box = tile.block_n // 2 if launch.kind == "stored" else tile.block_n
     width = weight.group_size
     high = None
     if weight.high is not None:
         flat = weight.high.view(len(weight), -1)
         high = TensorDescriptor.from_tensor(flat, [box, 16], gl.NVMMASharedLayout(0, 8, rank=2))
     # Groups of all rows, so that those of a step are whole tiles in shared memory.
-    grouped = rows.as_strided((k // width, num_rows, width), (width, rows.stride(0), 1))
+    grouped = rows.as_strided((k // width, len(rows), width), (width, rows.stride(0), 1))
     swizzle = gl.NVMMASharedLayout(2 * width, 16, rank=3)
-    _linear_kernel[(tiles, tile.splits, blocks)](
+    _linear_kernel[launch.grid](
         TensorDescriptor.from_tensor(
             weight.words.view(len(weight), -1),
             [box, width],
             gl.NVMMASharedLayout(2 * width, 16, rank=2),
         ),
         high,
-        TensorDescriptor.from_tensor(grouped, [_COLS.value // width, block_m, width], swizzle),
+        TensorDescriptor.from_tensor(
+            grouped, [_COLS.value // width, launch.block_m, width], swizzle
+        ),
         weight.scales.view(torch.int32),
         None if weight.minima is None else weight.minima.view(torch.int32),
         weight.headers,
-        epilogue,
-        bias,
-        squares,
-        partial,
-        arrivals,
-        eps,
-        num_rows,
-        n,
+        *launch.given,
         k // _COLS.value,
         _COLS.value // (4 * width),
         ASM=asm,
         OPERANDS=operands,
         EXCESS=offset_of(element, weight.bits) + weight.middle,
         BITS=weight.bits,
-        BLOCK_M=block_m,
         BLOCK_N=tile.block_n,
-        SPLITS=tile.splits,
         STAGES=tile.num_stages,
-        KIND=kind,
-        SQUARES=0 if squares is None else squares.shape[1],
-        num_warps=tile.num_warps,
-        maxnreg=tile.max_registers or None,
+        **launch.constants,
         **pdl_options(rows.device),
     )
     out: Tensor = epilogue.out

@@ -8,7 +8,7 @@ a tile is then a head or a part of one, without a norm or codes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,6 +21,7 @@ from engine_core.kernels.launch.gluon import Trial
 from engine_core.kernels.launch.hopper.triton import sync_threads
 from engine_core.kernels.launch.triton import arrival_counts
 from engine_core.kernels.linear.epilogues.triton import Activated, Added, Stored
+from engine_core.kernels.linear.reference import DeferredRMSNorm, taken_apart
 from engine_core.kernels.linear.tiles import Tile
 
 
@@ -337,18 +338,75 @@ def kind_of(epilogue: Any) -> str:
     return "added" if isinstance(epilogue, Added) else "activated"
 
 
-def split_memory(
-    tile: Tile, rows: Tensor, n: int, programs: int, gated: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Where splits of N outputs of ``rows [M, K]`` leave their sums and arrive, if there are some.
+def takes_rows(x: Tensor) -> bool:
+    """Whether the tensor memory accelerator can bring rows of ``x [..., K]``, of 16 bits."""
+    rows = x.reshape(-1, x.shape[-1])
+    return (
+        x.dtype in (torch.bfloat16, torch.float16)
+        and rows.data_ptr() % 16 == 0
+        and rows.stride(0) % 8 == 0
+        and rows.stride(1) == 1
+    )
 
-    ``programs`` is the number of those of one split.
+
+class Launch(NamedTuple):
+    """What these kernels are launched with, of whatever form the weight is.
+
+    Attributes:
+        rows: x, ``[M, K]``.
+        block_m: rows of a program.
+        grid: tiles, splits and blocks of rows.
+        kind: KIND.
+        given: the arguments from ``epilogue`` to ``N``.
+        constants: by their names.
     """
-    if tile.splits == 1:
-        return None, None
-    shape = (tile.splits, 2 if gated else 1, len(rows), n)
-    partial = torch.empty(shape, dtype=torch.float32, device=rows.device)
-    return partial, arrival_counts(rows.device, programs)
+
+    rows: Tensor
+    block_m: int
+    grid: tuple[int, int, int]
+    kind: str
+    given: tuple[Any, ...]
+    constants: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        x: Tensor | DeferredRMSNorm,
+        outputs: int,
+        epilogue: Any,
+        tile: Tile,
+        bias: Tensor | None,
+        block_n: int | None = None,
+    ) -> Launch:
+        """Of a weight of so many rows, ``block_n`` a tile, if that is not the tile's."""
+        values, squares, eps = taken_apart(x)
+        rows = values.reshape(-1, values.shape[-1])
+        parts = 2 if epilogue.GATED.value else 1
+        n, block_n = outputs // parts, block_n or tile.block_n
+        block_m = rows_of_program(tile, len(rows))
+        blocks, tiles = triton.cdiv(len(rows), block_m), triton.cdiv(n, block_n)
+        partial = arrivals = None
+        if tile.splits > 1:
+            # Where splits leave their sums, in the order of tiles, and arrive.
+            shape = (tile.splits, parts, len(rows), tiles * block_n)
+            partial = torch.empty(shape, dtype=torch.float32, device=rows.device)
+            arrivals = arrival_counts(rows.device, tiles * blocks)
+        kind = kind_of(epilogue)
+        return cls(
+            rows,
+            block_m,
+            (tiles, tile.splits, blocks),
+            kind,
+            (epilogue, bias, squares, partial, arrivals, eps, len(rows), n),
+            {
+                "BLOCK_M": block_m,
+                "SPLITS": tile.splits,
+                "KIND": kind,
+                "SQUARES": 0 if squares is None else squares.shape[1],
+                "num_warps": tile.num_warps,
+                "maxnreg": tile.max_registers or None,
+            },
+        )
 
 
 def trial_of(

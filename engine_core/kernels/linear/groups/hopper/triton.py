@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -35,16 +34,16 @@ from engine_core.kernels.launch.hopper.triton import (
 )
 from engine_core.kernels.launch.triton import pdl_options
 from engine_core.kernels.linear.epilogues.hopper.triton import (
+    Launch,
     conclude,
-    kind_of,
     output,
     rows_of_program,
-    split_memory,
+    takes_rows,
     trial_of,
 )
 from engine_core.kernels.linear.groups import BLOCK, GroupWeight
 from engine_core.kernels.linear.readers.triton import instructions, offset_of
-from engine_core.kernels.linear.reference import DeferredRMSNorm, taken_apart
+from engine_core.kernels.linear.reference import DeferredRMSNorm
 from engine_core.kernels.linear.tiles import Tile
 
 _FAMILY = Family("4-bit linears", "These take up to half as long again for up to 64 rows")
@@ -333,9 +332,8 @@ def _linear_kernel(
 
 def fits(x: Tensor, weight: GroupWeight) -> bool:
     """Whether :func:`linear` takes tensors of these shapes and places."""
-    rows, stride = x.reshape(-1, x.shape[-1]), weight.words.stride(0)
     return (
-        x.dtype in (torch.bfloat16, torch.float16)
+        takes_rows(x)
         and weight.dtype == x.dtype
         and weight.bits == 4
         and weight.group_size % BLOCK == 0
@@ -344,10 +342,7 @@ def fits(x: Tensor, weight: GroupWeight) -> bool:
         and weight.headers is None
         and weight.words.data_ptr() % 16 == 0
         and weight.words.is_contiguous()
-        and stride % 8 == 0
-        and rows.data_ptr() % 16 == 0
-        and rows.stride(0) % 8 == 0
-        and rows.stride(1) == 1
+        and weight.words.stride(0) % 8 == 0
     )
 
 
@@ -409,51 +404,31 @@ def linear(
     What :func:`fits` asks of x and the weight holds, and there are rows. Nothing that is still
     running writes the weight: it is read before the kernels before are waited for.
     """
-    values, squares, eps = taken_apart(x)
-    rows = values.reshape(-1, values.shape[-1])
-    num_rows, k = rows.shape
-    gated = epilogue.GATED.value
-    n = weight.shape[0] // 2 if gated else weight.shape[0]
-    block_m = rows_of_program(tile, num_rows)
-    blocks, tiles = triton.cdiv(num_rows, block_m), triton.cdiv(n, tile.block_n)
-    partial, arrivals = split_memory(tile, rows, n, tiles * blocks, gated)
+    launch = Launch.of(x, len(weight), epilogue, tile, bias)
     element = str(weight.dtype).removeprefix("torch.")
     asm, operands, zero_bits = _decoding(
         element, float(weight.middle) if weight.zeros is None else None
     )
-    kind = kind_of(epilogue)
-    box = tile.block_n // 2 if kind == "stored" else tile.block_n
+    box = tile.block_n // 2 if launch.kind == "stored" else tile.block_n
     swizzle = gl.NVMMASharedLayout(128, 16, rank=2)
     words = weight.words.view(weight.shape[0], -1)
-    _linear_kernel[(tiles, tile.splits, blocks)](
+    _linear_kernel[launch.grid](
         TensorDescriptor.from_tensor(words, [box, _WORDS.value], swizzle),
-        TensorDescriptor.from_tensor(rows, [block_m, _COLS.value], swizzle),
+        TensorDescriptor.from_tensor(launch.rows, [launch.block_m, _COLS.value], swizzle),
         weight.scales,
         weight.zeros,
-        epilogue,
-        bias,
-        squares,
-        partial,
-        arrivals,
-        eps,
-        num_rows,
-        n,
-        k,
+        *launch.given,
+        weight.in_features,
         weight.scales.shape[0] if weight.group_size else 1,
         ASM=asm,
         OPERANDS=operands,
         ZERO_BITS=zero_bits,
         SPAN=weight.group_size // BLOCK or 1 << 30,
-        BLOCK_M=block_m,
         BLOCK_N=tile.block_n,
-        SPLITS=tile.splits,
         STAGES=tile.num_stages,
         PAIRS=tile.block_k // (2 * BLOCK),
-        KIND=kind,
-        SQUARES=0 if squares is None else squares.shape[1],
-        num_warps=tile.num_warps,
-        maxnreg=tile.max_registers or None,
-        **pdl_options(rows.device),
+        **launch.constants,
+        **pdl_options(launch.rows.device),
     )
     out: Tensor = epilogue.out
     return out

@@ -31,20 +31,21 @@ from engine_core.kernels.launch.hopper.triton import (
     tma_load,
     wait,
 )
-from engine_core.kernels.launch.triton import arrival_counts, pdl_options
+from engine_core.kernels.launch.triton import pdl_options
 from engine_core.kernels.linear.epilogues.hopper.triton import (
+    Launch,
     ask_rows,
     ask_weights,
     finish,
     halves_of,
-    kind_of,
     out_layout,
     partial_offsets,
     rows_of_program,
     sum_splits,
+    takes_rows,
     trial_of,
 )
-from engine_core.kernels.linear.reference import DeferredRMSNorm, taken_apart
+from engine_core.kernels.linear.reference import DeferredRMSNorm
 from engine_core.kernels.linear.tiles import HELD_COLUMNS, HELD_ROWS, Tile
 
 _FAMILY = Family(
@@ -198,16 +199,12 @@ def _linear_kernel(
 
 def fits(x: Tensor, weight: Tensor) -> bool:
     """Whether :func:`linear` takes tensors of these dtypes and places."""
-    rows = x.reshape(-1, x.shape[-1])
     return (
-        x.dtype in (torch.bfloat16, torch.float16)
+        takes_rows(x)
         and weight.dtype == x.dtype
         and weight.is_contiguous()
         and weight.data_ptr() % 16 == 0
         and weight.shape[1] % _COLS.value == 0
-        and rows.data_ptr() % 16 == 0
-        and rows.stride(0) % 8 == 0
-        and rows.stride(1) == 1
     )
 
 
@@ -272,40 +269,19 @@ def linear(
     What :func:`fits` asks of x and the weight holds, and there are rows. Nothing that is still
     running writes the weight: it is read before the kernels before are waited for.
     """
-    values, squares, eps = taken_apart(x)
-    rows = values.reshape(-1, values.shape[-1])
-    num_rows, k = rows.shape
-    gated = epilogue.GATED.value
-    n = weight.shape[0] // 2 if gated else weight.shape[0]
-    block_m = rows_of_program(tile, num_rows)
+    gated, k = epilogue.GATED.value, weight.shape[1]
     block_n = HELD_ROWS // 2 if gated else HELD_ROWS
-    blocks, tiles = triton.cdiv(num_rows, block_m), triton.cdiv(n, block_n)
-    partial = arrivals = None
-    if tile.splits > 1:
-        shape = (tile.splits, num_rows, tiles * HELD_ROWS)
-        partial = torch.empty(shape, dtype=torch.float32, device=rows.device)
-        arrivals = arrival_counts(rows.device, tiles * blocks)
-    kind = kind_of(epilogue)
+    launch = Launch.of(x, len(weight), epilogue, tile, bias, block_n)
+    head_dim = epilogue.HEAD_DIM.value if launch.kind == "stored" else 0
     run = triton.cdiv(triton.cdiv(k, HELD_COLUMNS), tile.splits)
-    _linear_kernel[(tiles, tile.splits, blocks)](
-        _weight_descriptor(weight, gated, epilogue.HEAD_DIM.value if kind == "stored" else 0),
-        _x_descriptor(rows, block_m),
-        epilogue,
-        bias,
-        squares,
-        partial,
-        arrivals,
-        eps,
-        num_rows,
-        n,
+    _linear_kernel[launch.grid](
+        _weight_descriptor(weight, gated, head_dim),
+        _x_descriptor(launch.rows, launch.block_m),
+        *launch.given,
         K=k,
-        BLOCK_M=block_m,
-        SPLITS=tile.splits,
         STAGES=min(tile.num_stages, run),
-        KIND=kind,
-        SQUARES=0 if squares is None else squares.shape[1],
-        num_warps=tile.num_warps,
-        **pdl_options(rows.device),
+        **launch.constants,
+        **pdl_options(launch.rows.device),
     )
     out: Tensor = epilogue.out
     return out
