@@ -32,6 +32,7 @@ from engine_core.kernels.linear.fp8.hopper import triton as products
 from engine_core.kernels.linear.groups.hopper import triton as codes
 from engine_core.kernels.linear.held.hopper import triton as held
 from engine_core.kernels.linear.hopper import triton as linear
+from engine_core.kernels.linear.integers.hopper import triton as integers
 from engine_core.kernels.linear.tiles import (
     Tile,
     choose_blocks_tile,
@@ -111,9 +112,10 @@ def blocks_linear(rows: int, ending: str, kind: str, dtype: torch.dtype) -> None
     form = FORMS[kind]
     raw = torch.zeros(n, k // form.file_block, form.file_bytes, dtype=torch.uint8)
     weight, x = group_weight(raw, kind, dtype), undivided(rows, k, dtype)
-    assert blocks.fits(x.values, weight)
+    module = integers if tile.mode == "integers" else blocks
+    assert module.fits(x.values, weight)
     epilogue = epilogue_of(ending, rows, n, 128, x.values, tile)
-    blocks.linear(x.values if ending == "added" else x, weight, epilogue, tile)
+    module.linear(x.values if ending == "added" else x, weight, epilogue, tile)
 
 
 def held_linear(rows: int, ending: str, n: int, k: int, head_dim: int, dtype: torch.dtype) -> None:
@@ -168,6 +170,8 @@ LAUNCHES: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "codes-stored-16": (codes_linear, (16, "stored", BFLOAT16)),
     "codes-stored-32": (codes_linear, (32, "stored", FLOAT16)),
     "blocks-gated-1": (blocks_linear, (1, "gated", "Q4_K", BFLOAT16)),
+    "blocks-gated-8": (blocks_linear, (8, "gated", "Q4_K", BFLOAT16)),
+    "blocks-added-4": (blocks_linear, (4, "added", "Q5_K", FLOAT16)),
     "blocks-gated-32": (blocks_linear, (32, "gated", "Q4_K", BFLOAT16)),
     "blocks-added-16": (blocks_linear, (16, "added", "Q4_K", BFLOAT16)),
     "blocks-added-32": (blocks_linear, (32, "added", "Q5_K", FLOAT16)),
@@ -209,7 +213,7 @@ def resources(cubin: bytes) -> str:
 def main(names: list[str]) -> None:
     """Compile the launches of these names, or all."""
     compiled = compile_launches()
-    modules: tuple[Any, ...] = (linear, codes, blocks, held, products)
+    modules: tuple[Any, ...] = (linear, codes, blocks, integers, held, products)
     for module in modules:
         module.pdl_options = lambda device: {"PDL": True, "launch_pdl": True}
     for name in names or LAUNCHES:

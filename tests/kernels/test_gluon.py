@@ -419,18 +419,29 @@ def test_linears_by_codes_are_tried_on_a_case_that_torch_solves(
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
+@pytest.mark.parametrize(
+    ("name", "rows", "module"),
+    [
+        ("Q4_K", 16, "blocks"),
+        ("Q5_K", 32, "blocks"),
+        ("Q4_K", 1, "integers"),
+        ("Q5_K", 3, "integers"),
+        ("Q6_K", 2, "integers"),
+    ],
+)
 def test_linears_by_blocks_are_tried_on_a_case_that_torch_solves(
     ending: str,
     name: str,
+    rows: int,
+    module: str,
     launch_device: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tried, right = Tried("linear.blocks", tmp_path, monkeypatch), OfEndings(ending)
-    tile = choose_blocks_tile(5, 4096, 4096, False, HOPPER, 32)
+    tried, right = Tried(f"linear.{module}", tmp_path, monkeypatch), OfEndings(ending)
     of = of_blocks(name, torch.bfloat16, launch_device)
-    like = torch.empty((5, 4096), dtype=torch.bfloat16, device=launch_device)
+    tile = choose_blocks_tile(rows, 4096, 4096, False, HOPPER, of.group_size)
+    like = torch.empty((rows, 4096), dtype=torch.bfloat16, device=launch_device)
     assert tried.trusts("linear", right, like, of, tile, ending)
     for part in right.parts:
         right.last = part
@@ -479,13 +490,16 @@ def test_hoppers_own_kernels_pass_their_trials(
     def like(heads: int, width: int) -> Tensor:
         return torch.empty((1, heads, width), dtype=dtype, device="cuda")
 
+    def few_of(rows: int, weight: GroupWeight) -> Tile | None:
+        return choose_blocks_tile(rows, 4096, 4096, False, HOPPER, weight.group_size)
+
     names = ("attention", "linear", "linear.groups", "linear.fp8", "linear.held", "segments")
     attention, linear, codes, products, held, segments = map(hopper, names)
     held_tile = choose_held_tile(2, 896, 1152, False, HOPPER)
     weight = of_codes(dtype, "cuda", zeros=True)
     tile = choose_codes_tile(1, 4096, 4096, False, HOPPER)
-    few = choose_blocks_tile(1, 4096, 4096, False, HOPPER, 32)
-    blocks = hopper("linear.blocks")
+    blocks, integers = hopper("linear.blocks"), hopper("linear.integers")
+    many = choose_blocks_tile(16, 4096, 4096, False, HOPPER, 32)
     cases: list[tuple[ModuleType, tuple[Any, ...]]] = [
         *((attention, (like(32, 128), 8, size, pdl)) for size in (16, 64) for pdl in (True, False)),
         (attention, (like(14, 64), 2, 64, True)),
@@ -494,8 +508,15 @@ def test_hoppers_own_kernels_pass_their_trials(
         *((linear, (like(1, 64)[0], *kind)) for kind in product((False, True), repeat=2)),
         *((codes, (like(1, 4096)[0], weight, tile, ending)) for ending in ENDINGS),
         *(
-            (blocks, (like(1, 4096)[0], of_blocks(name, dtype, "cuda"), few, ending))
+            (blocks, (like(16, 4096)[0], of_blocks(name, dtype, "cuda"), many, ending))
+            for name in ("Q4_K", "Q5_K")
+            for ending in ENDINGS
+        ),
+        *(
+            (integers, (like(rows, 4096)[0], weight, few_of(rows, weight), ending))
             for name in ("Q4_K", "Q5_K", "Q6_K")
+            for weight in (of_blocks(name, dtype, "cuda"),)
+            for rows in (1, 4)
             for ending in ENDINGS
         ),
         *((products, (weight.words.device, torch.bfloat16, *of)) for of in PRODUCTS),
@@ -523,6 +544,8 @@ MORE_FORMS = (
     *("8B", "0.5B", "heads-80", "heads-256", "quick-gelu-bias", "codes-gated-32"),
     *("codes-stored-32", "products-17"),
     *(
+        "blocks-gated-8",
+        "blocks-added-4",
         "blocks-gated-32",
         "blocks-added-16",
         "blocks-added-32",

@@ -33,6 +33,10 @@ class Blocks(NamedTuple):
     k: int
 
 
+class Integers(Blocks):
+    """The same where rows become integers."""
+
+
 # Kinds, rows, splits and types of numbers: each compiles kernels of its own. The last step may be
 # of half a block, or a split have none.
 CASES = [
@@ -40,7 +44,12 @@ CASES = [
     (Kind(4, 128, False, 1152, torch.bfloat16), 32, 1, torch.float16),
     (Kind(4, 256, True, 1536, torch.float32), 70, 4, torch.bfloat16),
     (Kind(4, 0, True, 272), 11, 1, torch.bfloat16),
-    (Blocks("Q4_K", 1280), 1, 4, torch.bfloat16),
+    (Blocks("Q4_K", 1280), 11, 4, torch.bfloat16),
+    (Integers("Q4_K", 1280), 1, 4, torch.bfloat16),
+    (Integers("Q4_K", 2304), 8, 1, torch.float16),
+    (Integers("Q5_K", 768), 3, 2, torch.bfloat16),
+    (Integers("Q6_K", 512), 1, 1, torch.float16),
+    (Integers("Q6_K", 1280), 8, 4, torch.bfloat16),
     (Blocks("Q5_K", 768), 11, 2, torch.float16),
     (Blocks("Q6_K", 512), 32, 1, torch.bfloat16),
     (Blocks("Q4_K", 512), 32, 2, torch.float16),
@@ -49,8 +58,10 @@ of_all_cases = pytest.mark.parametrize(("kind", "rows", "splits", "dtype"), CASE
 on_hopper = pytest.mark.usefixtures("on_hopper")
 
 
-def tile_of(splits: int) -> Tile:
+def tile_of(kind: Kind | Blocks, splits: int) -> Tile:
     sizes = (CODES_BLOCK_N, 256, splits, "codes", 4, 2)
+    if isinstance(kind, Integers):
+        return Tile(*sizes, least_rows=2 if kind.name == "Q6_K" else 4, most_rows=8)
     return Tile(*sizes, least_rows=8, most_rows=64)
 
 
@@ -59,6 +70,7 @@ class Case:
 
     def __init__(self, kind: Kind | Blocks, rows: int, n: int, dtype: torch.dtype) -> None:
         name = "blocks" if isinstance(kind, Blocks) else "groups"
+        name = "integers" if isinstance(kind, Integers) else name
         self.hopper: Any = importlib.import_module(
             f"engine_core.kernels.linear.{name}.hopper.triton"
         )
@@ -87,7 +99,7 @@ class Case:
 def test_products_and_what_activates_them(
     kind: Kind | Blocks, rows: int, splits: int, dtype: torch.dtype
 ) -> None:
-    case, tile = Case(kind, rows, 1056, dtype), tile_of(splits)
+    case, tile = Case(kind, rows, 1056, dtype), tile_of(kind, splits)
 
     def run(x: Any, gated: bool, name: str | None) -> Tensor:
         epilogues = [case.kernels.Activated.of(case.x, case.n, gated, name) for _ in range(2)]
@@ -113,7 +125,7 @@ def test_products_and_what_activates_them(
 def test_the_residual_and_the_norm(
     kind: Kind | Blocks, rows: int, splits: int, dtype: torch.dtype
 ) -> None:
-    case, tile = Case(kind, rows, 1056, dtype), tile_of(splits)
+    case, tile = Case(kind, rows, 1056, dtype), tile_of(kind, splits)
     residual, norm_weight = case.randn(rows, case.n), case.randn(case.n)
     added = case.kernels.Added.of(residual, norm_weight, tile, 1.0)
     got = case.hopper.linear(case.x, case.weight, added, tile, case.bias)
@@ -130,8 +142,8 @@ def test_heads_are_rotated_and_stored(
     kind: Kind | Blocks, rows: int, splits: int, dtype: torch.dtype
 ) -> None:
     heads, kv_heads, rotates = 3, 2, rows != 32
-    head_dim = {1: 128, 11: 64, 32: 128, 70: 256}[rows]
-    case, tile = Case(kind, rows, 7 * head_dim, dtype), tile_of(splits)
+    head_dim = {1: 128, 3: 64, 8: 256, 11: 64, 32: 128, 70: 256}[rows]
+    case, tile = Case(kind, rows, 7 * head_dim, dtype), tile_of(kind, splits)
     angles = 6 * torch.rand(1, rows, head_dim // 2, dtype=torch.float64, device="cuda")
     turns = (angles[0].cos().float(), angles[0].sin().float()) if rotates else (None, None)
     if not rotates:
@@ -152,10 +164,11 @@ def test_heads_are_rotated_and_stored(
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("kind", [Kind(4, 128, True, 2048), Blocks("Q4_K", 2048)], ids=str)
+@pytest.mark.parametrize("kind", [Kind(4, 128, True, 2048), Integers("Q4_K", 2048)], ids=str)
 def test_the_engines_linears_take_it(kind: Kind | Blocks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the rule says so and its tensors fit; else the portable kernel's tiles are taken."""
-    case = Case(kind, 5, 4096, torch.bfloat16)
+    rows = 3 if isinstance(kind, Integers) else 5
+    case = Case(kind, rows, 4096, torch.bfloat16)
     seen, launched = [], case.hopper.linear
 
     def spy(x: Any, weight: GroupWeight, epilogue: Any, *more: Any) -> Tensor:
@@ -168,19 +181,19 @@ def test_the_engines_linears_take_it(kind: Kind | Blocks, monkeypatch: pytest.Mo
     case.check(linear(case.x, case.weight, case.bias), case.product)
     got = linear(case.x, case.weight, case.bias, gated=True)
     case.check(got, gate * torch.sigmoid(gate) * up, 2)
-    residual, norm_weight = case.randn(5, 4096), case.randn(4096)
+    residual, norm_weight = case.randn(rows, 4096), case.randn(4096)
     given = (case.x, case.weight, case.bias)
     normed, total = linear_add(*given, residual, norm_weight, 1e-5)
     case.check(total, case.product + residual.double())
     case.check(normed.values, (case.product + residual.double()) * norm_weight.double(), 2)
-    angles = 6 * torch.rand(1, 5, 64, dtype=torch.float64, device="cuda")
+    angles = 6 * torch.rand(1, rows, 64, dtype=torch.float64, device="cuda")
     turns = (angles[0].cos().float(), angles[0].sin().float())
     k_cache, v_cache = torch.zeros(2, 1, 8, 4, 128, device="cuda", dtype=torch.bfloat16)
-    slots = torch.arange(5, device="cuda")
+    slots = torch.arange(rows, device="cuda")
 
     def rotate(**options: Any) -> None:
         q = linear_rotary_store(*given, *turns, k_cache, v_cache, slots, **options)
-        heads = case.product.view(5, 32, 128)[:, :24]
+        heads = case.product.view(rows, 32, 128)[:, :24]
         turned = by_complex_numbers(heads, angles, options.get("interleaved", False))
         case.check(q, turned, 2)
 
@@ -188,7 +201,7 @@ def test_the_engines_linears_take_it(kind: Kind | Blocks, monkeypatch: pytest.Mo
     taken = ["Activated", "Activated", "Added", "Stored"]
     assert seen == taken
     rotate(interleaved=True)
-    shifted = case.randn(5, 2056)[:, 4:2052]
+    shifted = case.randn(rows, 2056)[:, 4:2052]
     linear(shifted, case.weight)
     linear(case.x, case.weight, deterministic=True)
     assert seen == taken
@@ -196,10 +209,13 @@ def test_the_engines_linears_take_it(kind: Kind | Blocks, monkeypatch: pytest.Mo
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("kind", [Kind(4, 128, True, 2048), Blocks("Q4_K", 2048)], ids=str)
+@pytest.mark.parametrize(
+    "kind", [Kind(4, 128, True, 2048), Blocks("Q4_K", 2048), Integers("Q4_K", 2048)], ids=str
+)
 def test_it_waits_for_what_it_reads(kind: Kind | Blocks) -> None:
     """In a graph it begins before the kernel ahead has ended, which lets it at once."""
-    down, up = (Case(kind, 16, n, torch.bfloat16) for n in (2048, 4096))
+    rows = 4 if isinstance(kind, Integers) else 16
+    down, up = (Case(kind, rows, n, torch.bfloat16) for n in (2048, 4096))
     norm_weight = (torch.rand(2048, device="cuda") + 0.5).bfloat16()
 
     def chain() -> list[Tensor]:
@@ -262,10 +278,20 @@ def test_where_it_was_seen_to_be_faster() -> None:
     assert splits(6144, 4096, False) == [4, 4, 4, 2, 0]
     assert splits(4096, 4096, False) == [8, 8, 4, 4, 0]
     assert splits(896, 4864, False) == splits(4096, 896, False) == [0] * 5
-    for rows in (1, 16, 32):
-        blocks = choose_blocks_tile(rows, 28672, 4096, True, HOPPER, 32)
+    for rows, n, k, group, mode, parts in (
+        (1, 28672, 4096, 32, "integers", 2),
+        (8, 28672, 4096, 32, "integers", 2),
+        (16, 28672, 4096, 32, "codes", 2),
+        (32, 28672, 4096, 32, "codes", 1),
+        (1, 4096, 14336, 32, "integers", 7),
+        (8, 4096, 14336, 32, "codes", 8),
+        (4, 128256, 4096, 16, "integers", 1),
+        (8, 128256, 4096, 16, "codes", 1),
+        (1, 8192, 28672, 32, "codes", 4),
+    ):
+        blocks = choose_blocks_tile(rows, n, k, n == 28672, HOPPER, group)
         assert blocks is not None
-        assert blocks.splits == splits(28672, 4096, True)[(1, 16, 32).index(rows)]
+        assert (blocks.mode, blocks.splits) == (mode, parts)
     for rows, group in ((33, 32), (9, 16)):
         assert choose_blocks_tile(rows, 4096, 4096, False, HOPPER, group) is None
     assert choose_blocks_tile(1, 4096, 4096, False, ADA, 32) is None

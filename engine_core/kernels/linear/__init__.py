@@ -560,8 +560,12 @@ def _cublas_activates(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _kernel_of_codes(weight: GroupWeight) -> ModuleType:
+def _kernel_of_codes(weight: GroupWeight, tile: tiles.Tile) -> ModuleType:
     """Hopper's own kernel for such codes."""
+    if tile.mode == "integers":
+        from engine_core.kernels.linear.integers.hopper import triton as integers
+
+        return integers
     if weight.headers is not None:
         from engine_core.kernels.linear.blocks.hopper import triton as blocks
 
@@ -577,7 +581,7 @@ def _hopper_takes(x: Tensor, weight: GroupWeight, tile: tiles.Tile, ending: str)
 
     if not runs_gluon(x.device):
         return False
-    hopper = _kernel_of_codes(weight)
+    hopper = _kernel_of_codes(weight, tile)
     taken: bool = hopper.fits(x, weight) and hopper.is_trusted(x, weight, tile, ending)
     return taken
 
@@ -601,9 +605,9 @@ def _launch(
     bias: Tensor | None,
 ) -> Tensor:
     """The result of the kernel that the tile is of."""
-    if tile.mode == "codes":
+    if tile.mode in ("codes", "integers"):
         assert isinstance(weight, GroupWeight), "no other weight has such a tile"
-        out: Tensor = _kernel_of_codes(weight).linear(x, weight, epilogue, tile, bias)
+        out: Tensor = _kernel_of_codes(weight, tile).linear(x, weight, epilogue, tile, bias)
         return out
     if tile.mode == "held":
         assert isinstance(weight, Tensor), "codes have no such tile"

@@ -24,8 +24,9 @@ class Tile:
         splits: programs that share the columns of the weight.
         mode: "wx" multiplies the weight by x (the matrix units of Hopper want 64 rows of the
             first operand), "xw" x by the weight, "vector" without matrix units (one row). "codes"
-            is of :mod:`engine_core.kernels.linear.groups.hopper`, "held" of
-            :mod:`engine_core.kernels.linear.held.hopper`; both multiply as "wx".
+            is of :mod:`engine_core.kernels.linear.groups.hopper`, "integers" of
+            :mod:`engine_core.kernels.linear.integers.hopper`, "held" of
+            :mod:`engine_core.kernels.linear.held.hopper`; all multiply as "wx".
         num_warps: warps of a program.
         num_stages: tiles in flight.
         prefetch: columns of the weight brought to the L2 cache before x is waited for.
@@ -499,20 +500,38 @@ def choose_codes_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -
     )
 
 
+# Columns at most of a program that multiplies integers on Hopper.
+INTEGERS_RUN = 4096
+
+
 def choose_blocks_tile(
     rows: int, n: int, k: int, gated: bool, gpu: GPU | None, group: int
 ) -> Tile | None:
-    """The tile of Hopper's own kernel for Q4_K, Q5_K and Q6_K, whose scales are of ``group``.
+    """The tile of Hopper's own kernels for Q4_K, Q5_K and Q6_K, whose scales are of ``group``.
 
-    None where it was not seen to be faster than that of :func:`choose_group_tile`. By the times of
-    Llama 3 8B's linears on an H200, us with either, of Q4_K. 28672x4096, gated: 1 row 62.4, 35.3;
-    16 rows 65.4, 42.3; 32 rows 153, 53.9. 4096x14336: 34.7, 18.4; 37.0, 22.9; 46.2, 34.6. Of Q6_K:
-    33.6, 20.5 for 6144x4096, but with 32 rows 61.2, 63.7 for 4096x14336.
+    None where neither was seen to be faster than that of :func:`choose_group_tile`. By the times of
+    Llama 3 8B's linears on an H200, us with that one and as numbers, of Q4_K. 28672x4096, gated: 1
+    row 62.4, 35.3; 16 rows 65.4, 42.3; 32 rows 153, 53.9. 4096x14336: 34.7, 18.4; 37.0, 22.9; 46.2,
+    34.6. Of Q6_K: 33.6, 20.5 for 6144x4096, but with 32 rows 61.2, 63.7 for 4096x14336.
+
+    As numbers and as integers, Q4_K. 28672x4096: 1 row 34.9, 21.5; 4 rows 34.2, 23.1; 8 rows 34.6,
+    31.2. 4096x14336: 18.5, 12.9; 18.6, 14.8; 19.0, 19.6. 4096x4096: 8.2, 6.3; 7.8, 8.2; 7.8, 8.5.
+    Q6_K, 1 row: 298, 101 for 128256x4096 and 36.2, 15.7 for 4096x14336.
     """
     tile = choose_codes_tile(rows, n, k, gated, gpu)
     if tile is None or rows > (32 if group == 32 else 8):
         return None
-    return replace(tile, num_stages=2, max_registers=128 if rows <= 16 else 0)
+    tile = replace(tile, num_stages=2, max_registers=128 if rows <= 16 else 0)
+    if rows > (8 if gated and group == 32 else 4) or k > INTEGERS_RUN * tile.splits:
+        return tile
+    width = 256 if gated or group == 16 else 512
+    # Each program has whole steps.
+    splits = -(-k // (width * -(-k // (width * tile.splits))))
+    registers = 96 if rows == 1 and group == 32 else 128
+    return replace(
+        tile, mode="integers", block_k=width, splits=splits, least_rows=group // 8, most_rows=8,
+        max_registers=registers,
+    )  # fmt: skip
 
 
 def choose_parts(rows: int, n: int, k: int, gpu: GPU | None) -> int:

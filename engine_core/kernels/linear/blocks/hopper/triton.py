@@ -10,6 +10,7 @@ A row's scales of a super-block lie side by side, so that a thread loads them in
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -415,21 +416,27 @@ def is_trusted(like: Tensor, weight: GroupWeight, tile: Tile, ending: str) -> bo
     """
     block_m = rows_of_program(tile, like.numel() // like.shape[-1])
     kind = (like.dtype, weight.bits, tile, block_m, ending)
-    return _FAMILY.allows(like.device, kind, lambda: _trial(like, weight, tile, block_m, ending))
+    # Three rows of the block are not there.
+    shape = (block_m - 3, 2 * max(2, tile.splits) * _COLS.value)
+    return _FAMILY.allows(
+        like.device,
+        kind,
+        lambda: trial_of_blocks(like.new_empty(shape), weight, tile, ending, linear),
+    )
 
 
-def _trial(like: Tensor, of: GroupWeight, tile: Tile, block_m: int, ending: str) -> Trial:
-    """A block of rows, three of which are not there, by a weight of such a form."""
+def trial_of_blocks(
+    like: Tensor, of: GroupWeight, tile: Tile, ending: str, launch: Callable[..., Tensor]
+) -> Trial:
+    """As many rows and columns as ``like`` has, by a weight of such a form."""
     draw = torch.Generator(like.device).manual_seed(0)
-    rows, n = block_m - 3, 8 * tile.block_n
-    runs = 2 * max(2, tile.splits)
-    k, width = runs * _COLS.value, of.group_size
+    (rows, k), n, width = like.shape, 8 * tile.block_n, of.group_size
 
     def integers(most: int, *shape: int) -> Tensor:
         return torch.randint(most, shape, generator=draw, device=like.device, dtype=torch.uint8)
 
     def header() -> Tensor:
-        drawn = torch.rand(n, runs, generator=draw, device=like.device) + 0.5
+        drawn = torch.rand(n, k // _COLS.value, generator=draw, device=like.device) + 0.5
         return drawn.div_(2**of.bits * 32 * k**0.5).half()
 
     codes = integers(2**of.bits, n, k)
@@ -451,7 +458,7 @@ def _trial(like: Tensor, of: GroupWeight, tile: Tile, block_m: int, ending: str)
         numbers += spread(minima, headers[1])
     x = torch.randn(rows, k, generator=draw, device=like.device).to(like.dtype)
     product = x.float() @ numbers.T
-    return trial_of(ending, x, product, tile, lambda epilogue: linear(x, weight, epilogue, tile))
+    return trial_of(ending, x, product, tile, lambda epilogue: launch(x, weight, epilogue, tile))
 
 
 @functools.cache

@@ -1,0 +1,1 @@
+"""Linears of a few rows that become integers, by integers of few bits."""
