@@ -10,8 +10,11 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -22,6 +25,8 @@ from engine_core.engine.startup import Opened
 from engine_core.kernels import GPU, gpu_of
 from engine_core.plugin_code import described
 from engine_core.runtime.compiles import NOBODY, CompileProcess, Compiles, Forked
+from engine_core.runtime.executor import takes_ray
+from engine_core.runtime.rank_processes import has_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -56,44 +61,75 @@ class Rehearsal:
     processes: int
 
 
-def compile_beside(opened: Opened) -> Compiles:
+@contextmanager
+def begun_early(config: EngineConfig) -> Iterator[CompileProcess | None]:
+    """A process for :func:`compile_beside`, where no kernels are kept; None if it is not known.
+
+    It imports what it needs while this one asks the GPU, for some tenths of a second. It is ended
+    if the ``with`` block, in which the model is opened, fails.
+    """
+    from engine_core.engine import kept_kernels
+
+    process = None
+    try:
+        # Ranks are forked after it, which they are not from a process that has a thread.
+        if config.num_ranks == 1 and _may_compile(config) and has_gpu():
+            process = None if kept_kernels.has_notes() else _fork_if_alone()
+    except Exception as error:
+        logger.warning("kernels are not compiled ahead so soon: %s", described(error))
+    try:
+        yield process
+    except BaseException:
+        if process is not None:
+            process.close()
+        raise
+
+
+def compile_beside(opened: Opened, begun: CompileProcess | None = None) -> Compiles:
     """Have other processes compile what a start on a GPU will launch, unless it was before.
 
-    Nobody does where that is off, where nothing is captured, and for several ranks. No start fails
-    by this: whatever goes wrong is a line of the log.
+    Nobody does where that is off, where nothing is captured, and for ranks of other machines. No
+    start fails by this: whatever goes wrong is a line of the log. ``begun`` is a process that was
+    begun for it.
     """
     try:
-        return _begin(opened)
+        return _begin(opened, begun)
     except Exception as error:
         logger.warning("kernels are not compiled ahead: %s", described(error))
         return NOBODY
 
 
-def _begin(opened: Opened) -> Compiles:
-    source, config = opened.source, opened.config
-    if (
-        source.device.type != "cuda"
+def _may_compile(config: EngineConfig) -> bool:
+    """Whether steps are captured with these settings, by kernels that are compiled here."""
+    return not (
+        config.device == "cpu"
         or config.compile_processes == 0
         or config.eager
-        or config.num_ranks > 1
-        or source.model_config.pooling is not None
-        or not source.state_known
+        or config.pipeline_parallel_size > 1
         or find_spec("triton") is None
         or os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
-    ):
-        return NOBODY
+    )
+
+
+def _begin(opened: Opened, forked: CompileProcess | None) -> Compiles:
     from engine_core.engine import kept_kernels
 
-    # It imports what it needs while this process asks the GPU, which takes some tenths of a second.
-    forked = None
-    if threading.active_count() == 1 and not kept_kernels.may_be_kept(source, config):
-        forked = _fork()
+    source, config = opened.source, opened.config
     try:
-        task = _task(opened)
-        if task is not None:
-            compiles = forked or _spawn()
-            compiles.send(pickle.dumps(task))
-            return compiles
+        if (
+            source.device.type == "cuda"
+            and _may_compile(config)
+            and not (config.num_ranks > 1 and takes_ray(config, source.device))
+            and source.model_config.pooling is None
+            and source.state_known
+        ):
+            if forked is None and not kept_kernels.may_be_kept(source, config):
+                forked = _fork_if_alone([] if opened.ranks is None else opened.ranks.connections)
+            task = _task(opened)
+            if task is not None:
+                compiles = forked or _spawn()
+                compiles.send(pickle.dumps(task))
+                return compiles
     except BaseException:
         if forked is not None:
             forked.close()
@@ -101,6 +137,11 @@ def _begin(opened: Opened) -> Compiles:
     if forked is not None:
         forked.close()
     return NOBODY
+
+
+def _fork_if_alone(connections: Iterable[Connection] = ()) -> CompileProcess | None:
+    """A fork; None if this process has other threads, which might hold a lock."""
+    return _fork(connections) if threading.active_count() == 1 else None
 
 
 def _task(opened: Opened) -> Rehearsal | None:
@@ -114,14 +155,19 @@ def _task(opened: Opened) -> Rehearsal | None:
     if kept_kernels.are_kept(kept_kernels.made_for(source, config, gpu)):
         return None
     processes = config.compile_processes or min(_MOST_PROCESSES, usable_cores())
-    memory = torch.cuda.mem_get_info(source.device)
+    if config.num_ranks > 1:  # to ask for what is free would take memory of a rank's GPU
+        total = torch.cuda.get_device_properties(source.device).total_memory
+        memory = total, total
+    else:
+        memory = torch.cuda.mem_get_info(source.device)
     return Rehearsal(source.name, config, gpu, memory, processes)
 
 
-def _fork() -> CompileProcess:
+def _fork(connections: Iterable[Connection]) -> CompileProcess:
     """A copy of this process, which has imported most of what it needs.
 
-    There is no other thread of Python's, which might hold a lock. The copy leaves CUDA alone.
+    There is no other thread of Python's, which might hold a lock. The copy leaves CUDA alone, and
+    does not keep these ``connections`` of this process, by whose end somebody is told something.
     """
     task, events = os.pipe(), os.pipe()
     parent = os.getpid()
@@ -131,6 +177,8 @@ def _fork() -> CompileProcess:
     if pid == 0:
         try:
             own_process.die_with(parent)
+            for connection in connections:
+                connection.close()
             os.close(task[1])
             os.close(events[0])
             nowhere = os.open(os.devnull, os.O_RDWR)

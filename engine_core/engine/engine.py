@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 from engine_core.configs import EngineConfig, ModelConfig, PoolingParams, SamplingParams
 from engine_core.engine.arguments import check_model_and_config
-from engine_core.engine.beside import compile_beside
+from engine_core.engine.beside import begun_early, compile_beside
 from engine_core.engine.core import EngineCore
 from engine_core.engine.frontend import (
     Frontend,
@@ -22,6 +22,7 @@ from engine_core.engine.interrupts import held_interrupt
 from engine_core.engine.startup import Loaded, Opened, load, open_engine
 from engine_core.engine.step_stats import StepStats
 from engine_core.errors import RequestError
+from engine_core.runtime.compiles import CompileProcess
 from engine_core.runtime.layer_trace import LayerTrace
 from engine_core.scheduler import Scheduler
 from engine_core.steps import NewSequence, RequestOutput
@@ -49,10 +50,11 @@ class Engine(HasFrontend):
             EngineError: it cannot run.
         """
         model, self.config = check_model_and_config(model, config)
-        opened = open_engine(model, self.config, fork=True)
+        with begun_early(self.config) as begun:
+            opened = open_engine(model, self.config, fork=True)
         self.model_config: ModelConfig = opened.source.model_config
         with opened.on_failure_ended():
-            loaded = self._load(opened)
+            loaded = self._load(opened, begun)
         self.startup: Mapping[str, float] = opened.phases
         self.max_model_len = loaded.cache_plan.max_model_len
         self.cache_plan = loaded.cache_plan
@@ -67,8 +69,8 @@ class Engine(HasFrontend):
             self.core.finish,
         )
 
-    def _load(self, opened: Opened) -> Loaded:
-        compiles = compile_beside(opened)
+    def _load(self, opened: Opened, begun: CompileProcess | None) -> Loaded:
+        compiles = compile_beside(opened, begun)
         try:
             with opened.phases.timed("tokenizer"):
                 checkpoint = opened.source.checkpoint

@@ -35,6 +35,9 @@ _SETTINGS = (
     "encoder_cache_tokens",
     "deterministic",
     "quantization",
+    "tensor_parallel_size",
+    "enable_expert_parallel",
+    "rank_sums",
 )
 # Rooms whose sources decide what is launched.
 _ROOMS = ("kernels", "nn", "runtime")
@@ -75,6 +78,11 @@ def may_be_kept(source: ModelSource, config: EngineConfig) -> bool:
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return False
+
+
+def has_notes() -> bool:
+    """Whether kernels of any start are there, so that those of the next may be."""
+    return any(folder().glob(f"{_PREFIX}*.json"))
 
 
 def _asked(source: ModelSource, config: EngineConfig) -> MadeFor:

@@ -470,16 +470,17 @@ def _serve(
     max_step_time: float | None,
     warm_up: WarmUp,
 ) -> None:
-    from engine_core.engine.beside import compile_beside
+    from engine_core.engine.beside import begun_early, compile_beside
     from engine_core.engine.core import EngineCore
     from engine_core.engine.pacing import Pacing
     from engine_core.engine.startup import load, open_engine
     from engine_core.runtime.step_batch import ROWS_BESIDE
 
-    opened = open_engine(model, config, fork=True)
+    with begun_early(config) as begun:
+        opened = open_engine(model, config, fork=True)
     source = opened.source
     with opened.on_failure_ended():
-        compiles = compile_beside(opened)
+        compiles = compile_beside(opened, begun)
         links.greet(
             Found(
                 pid=os.getpid(),
@@ -497,6 +498,8 @@ def _serve(
         # Vocabularies are read now, and not while the first guided request waits.
         reads = warm_up and not config.skip_tokenizer_init and find_spec("llguidance") is not None
         loaded = load(opened, compiles=compiles, guides=bool(reads))
+    # Offline the first token comes the sooner; here nobody is to wait who comes when this is ready.
+    loaded.executor.wait_for_prompts()
     kind = source.device.type
     core = EngineCore(
         loaded,

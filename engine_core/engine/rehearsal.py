@@ -13,8 +13,8 @@ import logging
 import os
 import pickle
 import signal
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from threading import Thread
 from typing import Any, NoReturn, TypeVar
@@ -27,16 +27,21 @@ from engine_core.engine import kept_kernels
 from engine_core.engine.beside import Rehearsal
 from engine_core.engine.startup import Opened, load, open_engine
 from engine_core.nn.decoder import Decoder
+from engine_core.nn.distributed import without_ranks
 from engine_core.plugin_code import described
+from engine_core.runtime import rank_memory
 from engine_core.runtime.absent import absent_gpu
 from engine_core.runtime.ahead import Compilers, Part, recording, target_of
-from engine_core.runtime.capture import Graph
-from engine_core.runtime.compiles import Compiles, name_of
+from engine_core.runtime.capture import Agreement, Graph
+from engine_core.runtime.compiles import MEMORY, START, Compiles, name_of
+from engine_core.runtime.executor import Executor
+from engine_core.runtime.worker import Worker
+from engine_core.step_context import BuildContext
 
 T = TypeVar("T")
 
-# Operations that most models have, the slowest to import first.
-_USUAL = ("attention.hopper", "linear", "attention", "sampling", "norm", "rotary_store", "greedy")
+# Operations that most models have, and a first token needs.
+_USUAL = ("linear", "attention", "norm", "rotary_store", "greedy")
 
 _SIGNALS = {
     signal.SIGTERM: signal.SIG_DFL,
@@ -79,10 +84,18 @@ class _Steps(Compiles):
 
     capturer = _OnceCapturer
 
-    def __init__(self, recorded: Callable[[str, list[str]], None]) -> None:
+    def __init__(
+        self, recorded: Callable[[str, list[str]], None], *, under_way: bool = True
+    ) -> None:
         self._recorded = recorded
+        self._under_way = under_way
         self._step: str | None = None
         self._kernels: dict[str, None] = {}
+
+    @property
+    def under_way(self) -> bool:
+        """See :class:`Compiles`."""
+        return self._under_way
 
     def note(self, part: Part) -> None:
         """A launch needs this."""
@@ -145,7 +158,7 @@ def rehearse(
     Args:
         task: the start.
         note: called at each launch with what it needs, and whether a start needs it later than for
-            the first request.
+            the first request. What takes longest to compile begins at once all the same.
         recorded: called after each step with its name and the keys of what it launches.
 
     Raises:
@@ -155,24 +168,77 @@ def rehearse(
     config = task.config.replace(
         load_format="dummy", device="cuda", tokenizer=None, skip_tokenizer_init=True
     )
-    steps, started = _Steps(recorded), False
+    ranks = config.num_ranks
+    # What ranks capture does not depend on what is compiled: they know nothing of it.
+    steps, started = _Steps(recorded, under_way=ranks == 1), False
+    known: dict[str, None] = {}
 
     def launched(part: Part) -> None:
         steps.note(part)
-        note(part, started)
+        known[part.key] = None
+        note(part, started and not part.is_slow)
 
-    free, total = task.memory
-    with (
-        absent_gpu(task.gpu, total, free=free),
-        recording(target_of(task.gpu.capability), launched),
-    ):
+    @contextmanager
+    def there() -> Iterator[None]:
+        free, total = task.memory
+        with (
+            absent_gpu(task.gpu, total, free=free),
+            recording(target_of(task.gpu.capability), launched),
+            without_ranks(),
+        ):
+            yield
+
+    with there():
         opened = open_engine(task.model, config)
-        loaded = load(opened, compiles=steps)
-        started = True
-        while loaded.executor.capture_next():
-            pass
-        steps.end()
+    executors: list[Executor | None] = [None]
+    if ranks > 1:
+        with there():
+            executors = [*_ranks(opened, steps)]
+        recorded(MEMORY, [*known])
+    loaded = []
+    for executor in executors:  # each on a GPU of its own
+        with there():
+            loaded.append(load(opened, compiles=steps, executor=executor).executor)
+    # One more besides. The first request's second step is one of the largest batch, if the start
+    # ended without it. Several ranks do not wait for what a step of the most tokens has by itself.
+    for executor in loaded:
+        with there():
+            executor.capture_next()
+    if ranks > 1:
+        recorded(START, [*known])
+    steps.end()
+    started = True
+    for executor in loaded:
+        with there():
+            while executor.capture_next():
+                pass
+    steps.end()
     return opened
+
+
+class _Word(Agreement):
+    """A rank's own word, taken for that of the others."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        self.rank, self.size = rank, size
+
+    def gather(self, mine: T) -> list[T]:
+        """See :class:`Agreement`."""
+        return [mine] * self.size
+
+
+def _ranks(opened: Opened, steps: _Steps) -> Iterator[Worker]:
+    """Each rank by itself, after it has tried the memory that it would share."""
+    config, source = opened.config, opened.source
+    size = config.tensor_parallel_size
+    for rank in range(size):
+        memory = rank_memory.unshared(config, rank, source.device)
+        if memory is not None:
+            for _ in rank_memory.trials(memory):
+                pass
+        context = BuildContext(tp_rank=rank, tp_size=size, rank_memory=memory)
+        yield Worker(source, config, context, agreement=_Word(rank, size), compiles=steps)
 
 
 def _import_kernels() -> None:

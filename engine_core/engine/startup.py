@@ -181,6 +181,7 @@ def load(
     *,
     compiles: Compiles = NOBODY,
     guides: bool = False,
+    executor: Executor | None = None,
 ) -> Loaded:
     """Load a model and make its cache; ``opened.phases`` says how long each part took.
 
@@ -190,6 +191,7 @@ def load(
         compiles: the kernels that are compiled beside this.
         guides: whether the compiler of grammars is made now, while weights and kernels are waited
             for. It holds the interpreter for a second, in which later steps would wait.
+        executor: what loads and runs it; None for what the config asks for.
 
     Raises:
         EngineError: the model cannot run; the subclass says why.
@@ -209,7 +211,7 @@ def load(
     grammars = find_grammar_compiler(source, config, tokenizer)
     if guides and grammars is not None and config.num_ranks == 1:
         grammars = _Begun(grammars)
-    executor = build_executor(source, config, compiles, opened.ranks)
+    executor = executor or build_executor(source, config, compiles, opened.ranks)
     if opened.ranks is not None and not isinstance(executor, ProcessExecutor):
         opened.ranks.end()
     try:

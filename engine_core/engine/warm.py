@@ -17,6 +17,7 @@ from engine_core.errors import EngineError, OptionError
 from engine_core.kernels import GPU
 from engine_core.plugin_code import described
 from engine_core.runtime.ahead import Compilers, Part
+from engine_core.runtime.compiles import MEMORY, START
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +69,13 @@ def warm(
         memory: bytes of the GPU.
 
     Raises:
-        OptionError: with these settings no step is captured by one process.
+        OptionError: with these settings no step is captured.
         EngineError: the model cannot run on such a GPU; the subclass says why.
     """
-    if config.eager or config.num_ranks > 1:
+    if config.eager or config.pipeline_parallel_size > 1:
         raise OptionError(
-            "kernels are compiled ahead for the steps that one process captures: leave out eager, "
-            "tensor_parallel_size and pipeline_parallel_size"
+            "kernels are compiled ahead for the steps that are captured: leave out eager and "
+            "pipeline_parallel_size"
         )
     gpu = GPU.of_capability(capability, multiprocessors)
     processes = config.compile_processes or usable_cores()
@@ -82,7 +83,7 @@ def warm(
         Rehearsal(model, config, gpu, (memory, memory), processes),
         Compilers(processes),
     )
-    steps = 0
+    steps: set[str] = set()
 
     def note(part: Part, later: bool) -> None:
         del later  # nobody waits for a first request
@@ -90,9 +91,8 @@ def warm(
         compilers.poll()
 
     def recorded(step: str, kernels: list[str]) -> None:
-        nonlocal steps
-        del step, kernels
-        steps += 1
+        del kernels
+        steps.add(step)
 
     begin = time.perf_counter()
     before = logging.root.manager.disable
@@ -123,7 +123,7 @@ def warm(
         modules=len(compilers.done) - compilers.variants.total(),
         kept=compilers.hits,
         failed=tuple(end.error or "" for end in compilers.failed),
-        steps=steps,
+        steps=len(steps - {MEMORY, START}),
         rehearsal_seconds=rehearsed,
         compile_seconds=compilers.seconds,
         seconds=time.perf_counter() - begin,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed
@@ -74,6 +76,25 @@ def rehearsing() -> Iterator[None]:
         yield
     finally:
         _REHEARSING.reset(token)
+
+
+@contextmanager
+def without_ranks() -> Iterator[None]:
+    """Have sums and gathers by ``torch.distributed`` do nothing in the ``with`` block.
+
+    For a process that has no group of ranks; all else is launched as ever.
+    """
+
+    def nothing(*args: object, **kwargs: object) -> None:
+        del args, kwargs
+
+    names = ("all_reduce", "all_gather", "all_to_all_single")
+    functions: dict[str, Any] = dict.fromkeys(names, nothing)
+    with (
+        patch.multiple(torch.distributed, **functions),
+        patch(f"{__name__}._gather", nothing),
+    ):
+        yield
 
 
 def all_reduce(x: Tensor, context: BuildContext) -> Tensor:

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 # Seconds without an event after which a process is taken to be stuck. The slowest kernel takes some
 # 15 seconds, and more where several share a core.
 _SILENCE = 180.0
+PATIENCE = 0.02
+"""Seconds that an idle engine waits for kernels before it looks for requests."""
 
 
 class Compiles:
@@ -34,6 +36,11 @@ class Compiles:
 
     capturer: Callable[[Any], Capturer] | None = None
     late = 0
+
+    @property
+    def under_way(self) -> bool:
+        """Whether kernels are still to come."""
+        return False
 
     def ready(self, step: Any, seconds: float = 0.0) -> bool:
         """Whether the step's kernels need no compile; waits so long for it."""
@@ -52,6 +59,11 @@ class Compiles:
 
 
 NOBODY = Compiles()
+
+MEMORY, START = "memory of ranks", "start of ranks"
+"""Names of what several ranks launch when they share memory, and until all are ready for steps."""
+ALL = "all"
+"""The name of what is there once nobody compiles any more."""
 
 
 def name_of(step: Any) -> str:
@@ -126,6 +138,11 @@ class CompileProcess(Compiles):
         with contextlib.suppress(OSError):  # if it is gone already its reader says so
             self._stdin.write(task)
             self._stdin.close()
+
+    @property
+    def under_way(self) -> bool:
+        """See :class:`Compiles`."""
+        return self._ended is None
 
     def ready(self, step: Any, seconds: float = 0.0) -> bool:
         """See :class:`Compiles`."""

@@ -45,7 +45,7 @@ def build_executor(
     compiles: Compiles = NOBODY,
     ranks: RankProcesses | None = None,
 ) -> Executor:
-    """The executor of ``config.num_ranks`` ranks; ``compiles`` are for one alone.
+    """The executor of ``config.num_ranks`` ranks; ``compiles`` are not for those of a cluster.
 
     ``ranks`` are processes that wait for their executor. If another kind of executor is chosen,
     or none, their end is the caller's to see to.
@@ -78,7 +78,7 @@ def build_executor(
         if small is not None:
             logger.warning("%s", small)
     if not by_ray:
-        return ProcessExecutor(source, config, ranks)
+        return ProcessExecutor(source, config, ranks, compiles)
     from engine_core.runtime.ray_executor import RayExecutor
 
     parts = [source.model_class, *map(type, model.modules()), type(source.scheme)]
@@ -176,10 +176,14 @@ class ProcessExecutor(RanksExecutor):
     """Every rank in a process of its own; plans go out in shared memory, results come by pipes."""
 
     def __init__(
-        self, source: ModelSource, config: EngineConfig, ranks: RankProcesses | None = None
+        self,
+        source: ModelSource,
+        config: EngineConfig,
+        ranks: RankProcesses | None = None,
+        compiles: Compiles = NOBODY,
     ) -> None:
         """Each of ``ranks``, spawned if none are given, opens the model anew from its name."""
-        super().__init__(config, source.device)
+        super().__init__(config, source.device, compiles)
         if ranks is not None and not ranks.took_gpus() and source.device.type == "cuda":
             logger.warning(
                 "a fork of this process could not use its GPU, so ranks are started as new "
@@ -194,6 +198,7 @@ class ProcessExecutor(RanksExecutor):
 
     def close(self) -> None:
         """See :class:`RanksExecutor`."""
+        self._compiles.close()
         self._ranks.close()
 
     def _receive(self) -> None:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from engine_core.errors import EngineError, OptionError
 from engine_core.kernels import CodedWeight, choose_greedy, decode_inputs, sample_tokens
+from engine_core.kernels.launch.quick import quickly
 from engine_core.kernels.sampling import NUMBERS, Adjustments, SamplingState
 from engine_core.nn.embedding import VocabularySplit
 from engine_core.nn.linear import Linear
@@ -28,7 +30,7 @@ from engine_core.runtime.capture import (
     Graph,
     capture,
 )
-from engine_core.runtime.compiles import NOBODY, Compiles
+from engine_core.runtime.compiles import NOBODY, PATIENCE, Compiles
 from engine_core.runtime.platform import to_device
 from engine_core.runtime.sampler.sampler import apply_bitmask
 from engine_core.runtime.step_batch import (
@@ -59,8 +61,6 @@ _APART, _PROMPTS_APART = 32, 1000
 # A step with prompts takes a graph that is at most so many times as large, rather than launch its
 # own kernels, however long that takes the device.
 _LITTLE_LARGER = 1.25
-# Seconds that an idle engine waits for kernels before it looks for requests.
-_PATIENCE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +106,7 @@ class GraphState:
         step_bytes: what the activations of the largest step take. Where less memory is free,
             nothing is captured before it is needed.
         agreement: with the other ranks of the model.
+        deterministic: whether a step's kernels must not depend on when it runs.
         capturer: makes what captures on a device.
         compiles: the kernels that are compiled beside; of one rank alone.
         uncaptured: keys of the steps that could not be captured; they are not tried again.
@@ -119,6 +120,7 @@ class GraphState:
     sampling: Callable[[], SamplingState]
     step_bytes: int
     agreement: Agreement = field(default_factory=Agreement)
+    deterministic: bool = False
     capturer: Callable[[torch.device], Capturer] = CudaCapturer
     compiles: Compiles = NOBODY
     uncaptured: set[GraphKey] = field(default_factory=set)
@@ -220,13 +222,15 @@ class _Graphs(ABC):
         Args:
             state: what is shared with the runner.
             at_start: what :meth:`starts` captures, in this order.
-            later: what :meth:`capture_next` captures after that, in this order.
+            later: what :meth:`capture_next` captures after that, in this order. What is quick has
+                its like among them.
         """
         self._state = state
         self._steps = state.steps
         self._device = state.steps.device
         self._at_start = tuple(dict.fromkeys(at_start))
-        self._expected = tuple(dict.fromkeys((*at_start, *later)))
+        every = dict.fromkeys((*at_start, *later))
+        self._expected = tuple(key for key in every if not key.quick)
         self._graphs: dict[GraphKey, Captured] = {}
         # Whether all that is expected was captured, as somebody took the time to ask for.
         self._complete = False
@@ -277,7 +281,7 @@ class _Graphs(ABC):
         key = self._next()
         if self._awaits_kernels(key):
             self._state.compiles.late += 1
-            self._state.compiles.ready(self._others if key is None else key, _PATIENCE)
+            self._state.compiles.ready(self._others if key is None else key, PATIENCE)
             return True
         if key is None and not self._complete:
             self._state.compiles.wait(self._others)
@@ -437,11 +441,12 @@ class DecodeGraphs(_Graphs):
         greedy, random, _ = self._keys
         super().__init__(
             state,
-            # The largest of a kind before all others, which reuse its memory.
-            at_start=[greedy[-1], greedy[0]],
+            # The largest of a kind before all others, which reuse its memory. It has few kernels of
+            # ours: while these are still to come it runs all batches.
+            at_start=greedy[-1:] if state.compiles.under_way else [greedy[-1], greedy[0]],
             # A request by itself, and the kernels with which tokens are drawn at random, come even
             # before that.
-            later=[random[0], random[-1], *chain(*zip(greedy, random, strict=True))],
+            later=[greedy[0], random[0], random[-1], *chain(*zip(greedy, random, strict=True))],
         )
         # Row numbers, then positions: what the host writes before the first replay of a plan.
         self._static = torch.full((2, rows), -1, dtype=torch.int64, device=self._device)
@@ -531,7 +536,9 @@ class DecodeGraphs(_Graphs):
         state.count_step()
         missing = key not in self._graphs and key not in state.uncaptured
         if missing and (state.spares_captures(_APART) or not state.compiles.ready(key)):
-            key = next((each for each in keys if each in self._graphs), key)
+            captured_ones = (each for each in keys if each in self._graphs)
+            ready = (each for each in keys if state.compiles.ready(each))
+            key = next(chain(captured_ones, ready), keys[-1])
         bucket = key.decode_rows
         # Capturing runs the step and so moves the static inputs; it comes before they are set.
         captured = self._get(key)
@@ -691,9 +698,15 @@ class GraphSteps(_Graphs):
             # device runs them can do nothing else.
             beside = _steps_beside(max_chunk, state.steps.max_rows)
             expected += [key for key in beside if key.tokens <= 2 * max_tokens]
+        at_start, others = expected[:1], expected[1:]
+        if state.compiles.under_way and not state.deterministic:
+            # The larger takes the place of both until these are captured.
+            some = [key for key in alone[:2] if key in expected]
+            at_start, others = [key._replace(quick=True) for key in some[-1:]], expected
         # The largest of the others first: what comes after reuses its memory. But one that is
         # needed, or whose kernels are there, may come before.
-        super().__init__(state, at_start=expected[:1], later=_spread(expected[1:]))
+        super().__init__(state, at_start=at_start, later=_spread(others))
+        self._longest = max((key for key in alone if key in expected), default=None)
         largest = max((key.tokens for key in expected), default=0)
         most = max_num_batched_tokens + state.steps.max_rows
         self._largest_bytes = state.step_bytes * largest // most
@@ -723,16 +736,37 @@ class GraphSteps(_Graphs):
                 return own, True
         if holding is not None:
             return holding, True
-        if is_due:
-            # Its kernels are still being compiled, and those of a larger one may be there.
-            expected = [each for each in self._expected if _holds(each, key)]
-            for each in sorted(each for each in expected if each not in self._state.uncaptured):
-                if self._state.compiles.ready(each):
-                    return each, True
+        # Its kernels are still being compiled, and those of a larger one may be there.
+        larger = self._compiled_for(key) if is_due else None
+        if larger is not None:
+            return larger, True
+        # To launch what is not compiled yet would compile it here, one after another.
+        self.wait_for_prompts()
         decode = next((size for size in (0, *ROWS_BESIDE) if size >= key.decode_rows), None)
         decode = key.decode_rows if decode is None else decode
         prompts = key.tokens - key.decode_rows
         return GraphKey(decode + prompts, decode, key.prefill_rows), False
+
+    def _compiled_for(self, key: GraphKey) -> GraphKey | None:
+        """The smallest expected step that holds one of this shape, and needs no compile.
+
+        If all are still to come, the smallest once it is there.
+        """
+        compiles, left = self._state.compiles, self._state.uncaptured
+        holding = sorted(each for each in self._expected if _holds(each, key) and each not in left)
+        ready = next((each for each in holding if compiles.ready(each)), None)
+        if ready is None and holding and compiles.under_way:
+            compiles.wait(holding[0])
+            return holding[0]
+        return ready
+
+    def wait_for_prompts(self) -> None:
+        """Return once the kernels of prompts of any length need no compile.
+
+        The step of the first token has others.
+        """
+        if self._longest is not None and self._state.compiles.under_way:
+            self._state.compiles.wait(self._longest)
 
     @property
     def _spares_captures(self) -> bool:
@@ -772,7 +806,12 @@ class GraphSteps(_Graphs):
 
     def _prepare(self, key: GraphKey) -> tuple[_Step, Tensor | None]:
         batch, numbers = self._padding(key)
-        return lambda: self._step(batch, numbers), numbers
+
+        def step() -> tuple[Tensor, Tensor, Tensor]:
+            with quickly() if key.quick else nullcontext():
+                return self._step(batch, numbers)
+
+        return step, numbers
 
     def _compile_others(self) -> None:
         # For odd numbers of tokens kernels are compiled anew.

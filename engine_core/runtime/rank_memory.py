@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 import socket
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -158,13 +159,35 @@ def _meet(agreement: Agreement, group: Any, region: torch.Tensor, capacity: int)
 
 
 def _try(memory: RankMemory) -> None:
-    """A sum in each way that so many ranks take, and a gather, of numbers with known results."""
+    """Compare what is summed and gathered with what it has to be."""
+    for what, found, expected in trials(memory):
+        if not torch.equal(found, expected):
+            raise RuntimeError(f"{what} was wrong")
+
+
+def trials(memory: RankMemory) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """A sum in each way that so many ranks take, and a gather, of numbers with known results.
+
+    Gives for each what it is, what the ranks computed and what is right.
+    """
     device, size = memory.addresses.device, memory.size
     for count in (1000, 200_000, 1_000_000):
         # No sum is more than 256, up to which a bfloat16 is exact.
         x = torch.arange(count, device=device).remainder(16).bfloat16()
-        if not torch.equal(rank_sum(x + memory.rank, memory), x * size + size * (size - 1) // 2):
-            raise RuntimeError(f"a sum of {count} numbers was wrong")
+        found = rank_sum(x + memory.rank, memory)
+        yield f"a sum of {count} numbers", found, x * size + size * (size - 1) // 2
     ranks = torch.arange(size, device=device).bfloat16()
-    if not torch.equal(rank_gather(ranks[memory.rank].expand(3, 5), memory)[1, ::5], ranks):
-        raise RuntimeError("what ranks gathered was wrong")
+    gathered = rank_gather(ranks[memory.rank].expand(3, 5), memory)
+    yield "what ranks gathered", gathered[1, ::5], ranks
+
+
+def unshared(config: EngineConfig, rank: int, device: torch.device) -> RankMemory | None:
+    """What :func:`share_memory` gives a rank on a GPU that is not there; None if it gives none."""
+    size = config.tensor_parallel_size
+    if planned_bytes(config) == 0:
+        return None
+    addresses, epochs = (
+        torch.zeros(count, dtype=dtype, device=device)
+        for count, dtype in ((size, torch.int64), (PROGRAMS, torch.int32))
+    )
+    return RankMemory(rank, size, addresses, epochs, _CAPACITY)

@@ -147,14 +147,15 @@ def _why_not(config: EngineConfig) -> str | None:
     if torch.cuda.is_initialized() or _has_open("/dev/nvidia-uvm", "/dev/kfd"):
         return "this process has used a GPU"
     threads = torch.get_num_threads() // config.num_ranks
-    on_cpu = config.device == "cpu" or not _has_gpu()
+    on_cpu = config.device == "cpu" or not has_gpu()
     if threads > 1 and on_cpu and not own_process.is_claimed():
         # OpenMP reads when it is imported that idle threads leave their cores soon.
         return "each has several threads, and this process has imported torch for itself"
     return None
 
 
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
+    """Whether this machine has a GPU of NVIDIA's that this PyTorch is for; none is asked."""
     return torch.version.cuda is not None and Path("/dev/nvidiactl").exists()
 
 

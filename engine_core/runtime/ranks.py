@@ -20,6 +20,7 @@ from engine_core.errors import (
     RequestError,
 )
 from engine_core.runtime import platform
+from engine_core.runtime.compiles import ALL, MEMORY, NOBODY, PATIENCE, START, Compiles
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.memory import CachePlan
 from engine_core.runtime.phases import Phases
@@ -69,11 +70,17 @@ class RanksExecutor(abc.ABC):
         ranks_per_machine: the most ranks that one machine has.
     """
 
-    def __init__(self, config: EngineConfig, device: torch.device) -> None:
-        """Take note of the config; a subclass starts the ranks."""
+    def __init__(
+        self, config: EngineConfig, device: torch.device, compiles: Compiles = NOBODY
+    ) -> None:
+        """Take note of the config; a subclass starts the ranks.
+
+        ``compiles`` are kernels of all ranks, which find them in Triton's cache. What they capture
+        must not depend on what one of them has found, so that they know nothing of this.
+        """
         size = config.num_ranks
         self.ranks_per_machine = size
-        self._config, self._device = config, device
+        self._config, self._device, self._compiles = config, device, compiles
         # The first of the last stage, which chooses tokens.
         self._answering = size - config.tensor_parallel_size
         # By rank.
@@ -95,6 +102,7 @@ class RanksExecutor(abc.ABC):
         The phases are those of rank 0, and how long the ranks took besides.
         """
         begin = time.perf_counter()
+        self._compiles.wait(MEMORY)
         reports: list[WorkerReport] = self._ask_all("load", self._config)
         seconds = time.perf_counter() - begin
         size = self._config.tensor_parallel_size
@@ -121,6 +129,7 @@ class RanksExecutor(abc.ABC):
 
         ``grammar_compiler`` is picklable; each rank calls it at its first guided request.
         """
+        self._compiles.wait(START)
         self._ask_all("start", plan, scheduler_config, eos_token_ids, grammar_compiler)
 
     def prepare(self, params: GuidedParams | None) -> Future[None]:
@@ -159,11 +168,19 @@ class RanksExecutor(abc.ABC):
         self._failures += self._take_in()
         return self._received + len(self._answers[self._answering]["step"]) >= number
 
+    def wait_for_prompts(self) -> None:
+        """Return once no prompt waits for a kernel: at once after :meth:`start`."""
+        self._compiles.wait(START)
+
     def capture_next(self) -> bool:
         """Have all ranks capture one more step; see :meth:`ModelRunner.capture_next`.
 
-        They agree on it, so that their answers are the same.
+        They agree on it, so that their answers are the same. They do nothing, after a moment,
+        before all kernels are compiled.
         """
+        if not self._compiles.ready(ALL, PATIENCE):
+            self._compiles.late += 1
+            return True
         self._send("capture_next")
         answers = {self._answer(rank, "captured") for rank in range(len(self._connections))}
         assert len(answers) == 1, "ranks disagree on what is captured"

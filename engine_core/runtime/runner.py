@@ -241,6 +241,7 @@ class ModelRunner:
                 lambda: self._sampler.state,
                 step_bytes,
                 agreement,
+                deterministic,
                 capturer,
                 compiles,
             )
@@ -261,7 +262,8 @@ class ModelRunner:
     def _capture_at_start(kinds: Sequence[DecodeGraphs | GraphSteps], compiles: Compiles) -> None:
         """Capture what the first request needs, each step as soon as its kernels are compiled.
 
-        Prompts come first: attention to them takes longest to compile.
+        Prompts come first: attention to them takes longest to compile. While kernels are still to
+        come a first token waits for no more.
         """
         started = [graphs.starts() for graphs in kinds]
         coming = {each: key for each in started if (key := next(each, None)) is not None}
@@ -272,12 +274,19 @@ class ModelRunner:
                 compiles.ready([*coming.values()][-1], _LOOK_AGAIN)
             elif (key := next(each, None)) is None:
                 del coming[each]
+                if each is started[0] and compiles.under_way:
+                    return
             else:
                 coming[each] = key
 
     def _is_choice_compiled(self) -> bool:
         """Whether kernels of random choice need no compile now, or nobody compiles them ahead."""
         return self._decode_graphs is None or self._compiles.ready(others_of(DecodeGraphs))
+
+    def wait_for_prompts(self) -> None:
+        """Return once no prompt waits for a kernel; see :meth:`GraphSteps.wait_for_prompts`."""
+        if self._graph_steps is not None:
+            self._graph_steps.wait_for_prompts()
 
     @torch.inference_mode()
     def capture_next(self) -> bool:

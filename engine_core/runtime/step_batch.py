@@ -70,12 +70,15 @@ class GraphKey(NamedTuple):
         decode_rows: the first rows, of one token each.
         prefill_rows: the rows after them.
         choice: how their tokens are chosen inside a captured step.
+        quick: whether it has kernels that compile sooner, and run for longer, than those of its
+            like: for the first token of a start that has found none.
     """
 
     tokens: int
     decode_rows: int
     prefill_rows: int
     choice: Choice = Choice.GREEDY
+    quick: bool = False
 
     @property
     def rows(self) -> int:

@@ -205,6 +205,10 @@ class Worker:
             self._trim_at = time.monotonic() + _TRIM_EVERY
         return pending
 
+    def wait_for_prompts(self) -> None:
+        """Return once no prompt waits for a kernel; see :meth:`GraphSteps.wait_for_prompts`."""
+        self.runner.wait_for_prompts()
+
     def capture_next(self) -> bool:
         """Capture one more step; see :meth:`ModelRunner.capture_next`."""
         with platform.on(self._source.device):

@@ -39,7 +39,7 @@ def warm(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
         (["--gpu", "H9000"], "the GPU 'H9000' is not in the table"),
         (["--gpu", "A100"], "may be any of A100-40GB, A100-80GB"),
         (["--gpu", "H200", "--eager"], "leave out eager"),
-        (["--gpu", "H200", "--tensor-parallel-size", "2"], "leave out eager, tensor_parallel_size"),
+        (["--gpu", "H200", "--pipeline-parallel-size", "2"], "and pipeline_parallel_size"),
         (["--gpu", "H200", "--output", __file__], "cannot be a folder"),
     ],
 )

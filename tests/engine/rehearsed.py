@@ -1,8 +1,9 @@
 """Launches of models' starts on an H200, found out without one.
 
 Run by itself with folders of models, since Triton's interpreter takes the compiler's place in the
-other tests. For each it prints a line of JSON: the kernels of each step, how many variants each
-has, and whether the same variants are launched if all layers are run, not just those that differ.
+other tests. A type and a number of ranks may follow a folder, each after a "=". For each it prints
+a line of JSON: the kernels of each step, how many variants each has, and whether the same variants
+are launched if all layers are run, not just those that differ.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ def main(models: list[str]) -> None:
     logging.disable(logging.CRITICAL)
     keep, kept = Decoder.keep, []
     for model in models:
-        name, _, dtype = model.partition("=")
-        settings = {"dtype": dtype} if dtype else {}
+        name, *given = model.split("=")
+        settings: dict[str, Any] = dict(zip(("dtype", "tensor_parallel_size"), given, strict=False))
+        settings["tensor_parallel_size"] = int(settings.get("tensor_parallel_size", 1))
         Decoder.keep = keep
         steps, some = kernels(name, **settings)
         counts = Counter(some.values())

@@ -149,7 +149,7 @@ from types import SimpleNamespace
 from engine_core.runtime.executor import ProcessExecutor
 make = ProcessExecutor.__init__
 
-def made(self, source, config, ranks=None):
+def made(self, source, config, ranks=None, compiles=None):
     told["given"] = ranks.forked
     make(self, SimpleNamespace(name=source.name, device=torch.device("cuda")), config, ranks)
     self._device = source.device
@@ -172,7 +172,7 @@ def test_a_gpu_that_was_used_keeps_ranks_from_being_forked(
     config = EngineConfig(tensor_parallel_size=2)
     monkeypatch.setattr(rank_processes.threading, "active_count", lambda: 1)
     monkeypatch.setattr(rank_processes, "_parent", lambda: 1)
-    monkeypatch.setattr(rank_processes, "_has_gpu", lambda: False)
+    monkeypatch.setattr(rank_processes, "has_gpu", lambda: False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert rank_processes._why_not(config) is None
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)

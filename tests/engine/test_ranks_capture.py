@@ -12,6 +12,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import captured_on_cpu
 import pytest
@@ -21,6 +22,10 @@ from golden_fixtures import GOLDEN, golden_prompts
 from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.engine.timings import Timings
 from engine_core.errors import EngineDeadError
+from engine_core.runtime.compiles import ALL, MEMORY, START, Compiles
+from engine_core.runtime.phases import Phases
+from engine_core.runtime.ranks import RanksExecutor
+from engine_core.runtime.worker import WorkerReport
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 MAP = captured_on_cpu.__file__
@@ -204,3 +209,52 @@ def test_results_are_looked_for_before_they_are_asked_for_as_of_gpus(
         os.kill(victim.pid or 0, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="rank 1 ended by signal SIGKILL"):
             list(stream)
+
+
+class Obedient(RanksExecutor):
+    """Two ranks that do nothing, and what they were told and what was waited for, in order."""
+
+    def __init__(self, compiles: Coming) -> None:
+        super().__init__(EngineConfig(tensor_parallel_size=2), torch.device("cpu"), compiles)
+        self._connections = [None, None]  # type: ignore[list-item]
+        self._order = compiles.order
+
+    def _send(self, *message: Any) -> None:
+        self._order.append(message[0])
+
+    def _answer(self, rank: int, kind: str = "done") -> Any:
+        return False if kind == "captured" else WorkerReport((), 8 + rank, Phases())
+
+    def close(self) -> None: ...
+
+    _receive = _fail = close  # type: ignore[assignment]
+
+
+class Coming(Compiles):
+    """Kernels that somebody compiles until he is waited for; all of them when a test says so."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.all = False
+
+    def ready(self, step: Any, seconds: float = 0.0) -> bool:
+        if step == ALL:
+            return self.all
+        assert seconds > 0
+        self.order.append(step)
+        return True
+
+
+def test_kernels_of_ranks_are_waited_for_before_ranks_would_compile_them() -> None:
+    """They know nothing of it, so that they decide alike; while idle they wait for all."""
+    compiles = Coming()
+    ranks = Obedient(compiles)
+    assert ranks.load().cache_budget == 8
+    ranks.start(*[None] * 4)  # type: ignore[arg-type]
+    assert compiles.order == [MEMORY, "load", START, "start"]
+    for _ in range(2):
+        assert ranks.capture_next()
+    assert (compiles.late, compiles.order[4:]) == (2, [])
+    compiles.all = True
+    assert not ranks.capture_next()
+    assert compiles.order[4:] == ["capture_next"]

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import forkserver
 import pytest
@@ -17,6 +18,19 @@ pytest.importorskip("triton", reason="triton is not installed")
 MODELS = ["llama-gqa", "gemma3-ropes", "mixtral-tiny"]
 
 
+def check_ranks(found: dict[str, Any], alone: dict[str, Any]) -> None:
+    """Each of two ranks has sums of its own, and is ready when it can run the largest steps."""
+    assert found["same"]
+    steps, counts = found["steps"], found["counts"]
+    assert steps["memory of ranks"] == ["_shots_kernel", "_words_kernel"]
+    assert steps.keys() > {name for name in alone["steps"] if not name.endswith("True)")}
+    start = set(steps["start of ranks"])
+    assert start > {"_shots_kernel", "_words_kernel", "_choose_greedy_kernel", "_decode_kernel"}
+    for kernel in ("_shots_kernel", "_words_kernel"):
+        assert counts[kernel] % 2 == 0
+    assert counts["_settle_kernel"] == alone["counts"]["_settle_kernel"]
+
+
 def test_all_steps_of_a_start_run_on_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     """Of layers that are alike few are run, and the same variants are launched as of all."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
@@ -25,6 +39,7 @@ def test_all_steps_of_a_start_run_on_a_gpu_that_is_not_there(tmp_path: Path) -> 
             sys.executable,
             str(Path(__file__).with_name("rehearsed.py")),
             *(f"{GOLDEN / model}=bfloat16" for model in MODELS),
+            f"{GOLDEN / 'llama-gqa'}=bfloat16=2",
         ],
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
@@ -32,15 +47,18 @@ def test_all_steps_of_a_start_run_on_a_gpu_that_is_not_there(tmp_path: Path) -> 
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = dict(zip(MODELS, map(json.loads, done.stdout.splitlines()), strict=True))
+    *alone, ranks = map(json.loads, done.stdout.splitlines())
+    check_ranks(ranks, alone[0])
+    found = dict(zip(MODELS, alone, strict=True))
     for model, rehearsed in found.items():
         assert rehearsed["same"], model
         steps = {
-            name.replace("<Choice.", "").split(":")[0]: s for name, s in rehearsed["steps"].items()
+            name.replace("<Choice.", "").split(":")[0] + " quick" * name.endswith("True)"): kernels
+            for name, kernels in rehearsed["steps"].items()
         }
-        # Prompts take longest to compile; then the largest steps of both kinds, for all others.
+        # A first token's is first; then the largest steps of both kinds, for all others.
         assert [*steps][:5] == [
-            "(64, 0, 1, GREEDY",
+            "(64, 0, 1, GREEDY quick",
             "(3, 3, 0, GREEDY",
             "(1, 1, 0, GREEDY",
             "(96, 32, 8, GREEDY",
@@ -55,4 +73,7 @@ def test_all_steps_of_a_start_run_on_a_gpu_that_is_not_there(tmp_path: Path) -> 
         assert rehearsed["counts"]["_settle_kernel"] == 4
         assert "_decode_kernel" in steps["(3, 3, 0, GREEDY"]
         assert "_decode_kernel" not in steps["(64, 0, 1, GREEDY"]
+        quick = set(steps["(64, 0, 1, GREEDY quick"])
+        assert "_prefill_kernel" in quick
+        assert not quick & {"_linear_kernel", "_hopper_prefill_kernel"}
     assert found["mixtral-tiny"]["steps"].keys() == found["llama-gqa"]["steps"].keys()

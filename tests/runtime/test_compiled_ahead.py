@@ -27,7 +27,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from engine_core import EngineConfig
 from engine_core.engine import beside, kept_kernels
-from engine_core.engine.beside import compile_beside, usable_cores
+from engine_core.engine.beside import begun_early, compile_beside, usable_cores
 from engine_core.engine.rehearsal import live
 from engine_core.kernels import GPU
 from engine_core.runtime.absent import absent_gpu
@@ -159,7 +159,7 @@ def test_no_start_fails_by_what_compiles_ahead(
     source = SimpleNamespace(
         device=torch.device("cuda"), model_config=SimpleNamespace(pooling=None), state_known=True
     )
-    opened: Any = SimpleNamespace(source=source, config=EngineConfig())
+    opened: Any = SimpleNamespace(source=source, config=EngineConfig(), ranks=None)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     begun = []
 
@@ -179,6 +179,45 @@ def test_no_start_fails_by_what_compiles_ahead(
     for pid in begun:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "here", "begins"),
+    [
+        ({}, {}, True),
+        ({}, {"has_gpu": False}, False),
+        ({}, {"kept": True}, False),
+        ({}, {"threads": 2}, False),
+        ({"device": "cpu"}, {}, False),
+        ({"eager": True}, {}, False),
+        ({"compile_processes": 0}, {}, False),
+        ({"tensor_parallel_size": 2}, {}, False),
+    ],
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_process_is_begun_before_the_gpu_is_asked(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    here: dict[str, Any],
+    begins: bool,
+    fails: bool,
+) -> None:
+    """If the model is refused meanwhile it is gone."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(beside, "has_gpu", lambda: here.get("has_gpu", True))
+    monkeypatch.setattr(threading, "active_count", lambda: here.get("threads", 1))
+    if here.get("kept"):
+        (tmp_path / "engine-core-0.json").write_text("")
+    with contextlib.suppress(KeyError), begun_early(EngineConfig(**settings)) as process:
+        assert (process is not None) == begins
+        if fails:
+            raise KeyError
+    if process is not None:
+        assert isinstance(process._process, Forked)
+        assert process._process._ended == fails
+        process.close()
 
 
 @pytest.mark.parametrize(

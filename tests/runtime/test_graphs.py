@@ -30,7 +30,16 @@ from engine_core.configs import (
 )
 from engine_core.errors import EngineError, OptionError
 from engine_core.inputs import ProcessedPrompt, PromptState
-from engine_core.kernels import CodedWeight, Fp8Weight, GroupWeight, sample_tokens
+from engine_core.kernels import (
+    GPU,
+    CodedWeight,
+    Fp8Weight,
+    GroupWeight,
+    has_activated_kernel,
+    has_kernel,
+    sample_tokens,
+)
+from engine_core.kernels.launch.quick import is_quick, quickly
 from engine_core.nn import Embedding
 from engine_core.nn.linear import Linear
 from engine_core.runtime.block_tables import BlockTables, IntArray
@@ -839,6 +848,105 @@ class Coming(Compiles):
         self.compiled.add(step)
 
 
+QUICK = GraphKey(128, 0, 1, quick=True)
+
+
+class UnderWay(Coming):
+    """Kernels of a start that found none."""
+
+    under_way = True
+
+
+def test_a_start_without_kernels_captures_what_has_few_of_them(
+    device: Device, state: GraphState
+) -> None:
+    """Larger steps than are needed take the place of all."""
+    state.compiles = coming = UnderWay()
+    decode, prompts = DecodeGraphs(state), GraphSteps(state, 2048, 2048)
+    list(decode.starts())
+    list(prompts.starts())
+    assert device.take() == [(20, 20), (128, 0)]
+    assert coming.waited == [GraphKey(20, 20, 0), QUICK]
+    assert decode.begin(*rows(1)) is not None
+    assert run(prompts, 50) is not None
+    assert device.take() == []
+    # An idle engine goes on with a request by itself.
+    coming.compiled.add(GraphKey(1, 1, 0))
+    assert decode.capture_next()
+    assert device.take() == [(1, 1)]
+    # What is quick is not used where the same is captured as it should be.
+    coming.compiled.add(GraphKey(128, 0, 1))
+    assert prompts.capture_next()
+    assert device.take() == [(128, 0)]
+    assert prompts.fit(GraphKey(50, 0, 1)) == (GraphKey(128, 0, 1), True)
+    coming.waited.clear()
+    for max_tokens, deterministic, start in ((64, False, 64), (2048, True, 64), (32, False, None)):
+        state.deterministic = deterministic
+        list(GraphSteps(state, max_tokens, max_tokens).starts())
+        quick = [] if start is None else [GraphKey(start, 0, 1, quick=not deterministic)]
+        assert coming.waited == quick
+        coming.waited.clear()
+
+
+def test_quick_steps_have_no_kernels_that_compile_for_long(
+    device: Device, state: GraphState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    logits = device.logits
+
+    def noted(context: StepContext, places: Tensor | None) -> Tensor:
+        asked.append(is_quick())
+        return logits(context, places)
+
+    state.logits_of = noted
+    state.compiles = UnderWay()
+    graphs = GraphSteps(state, 2048, 2048)
+    list(graphs.starts())
+    assert run(graphs, 200) is not None
+    assert asked == [True, True, False, False]
+    hopper = GPU.of_capability((9, 0))
+
+    def kernels() -> list[bool]:
+        shape = (64, 4096, 4096, torch.bfloat16, hopper)
+        return [has_kernel(*shape), has_activated_kernel(4096, 28672, 4096, hopper, gated=True)]
+
+    assert kernels() == [True, True]
+    with quickly():
+        assert kernels() == [False, False]
+
+
+def test_decode_steps_take_what_is_compiled_or_wait_for_the_largest(
+    device: Device, state: GraphState
+) -> None:
+    state.compiles = coming = UnderWay()
+    coming.compiled.add(GraphKey(8, 8, 0))
+    assert DecodeGraphs(state).begin(*rows(3)) is not None
+    assert device.take() == [(8, 8)]
+    coming.compiled.clear()
+    assert DecodeGraphs(state).begin(*rows(3)) is not None
+    assert device.take() == [(20, 20)]
+
+
+def test_long_prompts_wait_for_kernels_that_a_first_token_does_not_need(
+    device: Device, state: GraphState
+) -> None:
+    """To launch them would compile them in the engine, one after another."""
+    state.compiles = coming = UnderWay()
+    graphs = GraphSteps(state, 2048, 2048)
+    list(graphs.starts())
+    longest, due = GraphKey(2048, 0, 1), GraphKey(256, 0, 1)
+    assert run(graphs, 200) is not None
+    assert device.take() == [(128, 0), (256, 0)]
+    assert coming.waited == [QUICK, due, due]
+    # Of no expected size: it is launched kernel by kernel.
+    assert run(graphs, 3000, prompts=2) is None
+    graphs.wait_for_prompts()
+    assert coming.waited[3:] == [longest, longest]
+    coming.under_way = False
+    graphs.wait_for_prompts()
+    assert coming.waited[5:] == []
+
+
 def test_until_its_kernels_are_compiled_a_larger_step_takes_its_place(
     device: Device, state: GraphState
 ) -> None:
@@ -956,6 +1064,22 @@ def test_a_start_captures_first_what_is_compiled_first(
     while runner.capture_next():
         pass
     assert GraphKey(ROWS, ROWS, 0, Choice.RANDOM) in compiles.captured
+
+
+def test_a_first_token_waits_for_no_decode_step_whose_kernels_are_still_to_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine_core.runtime.runner.launch_bound_tokens", lambda *_: 2048)
+    quick = PROMPT._replace(quick=True)
+    compiles = Listed(quick, MOST, ONE)
+    monkeypatch.setattr(Listed, "under_way", True)
+    runner = make_runner(eager=False, compiles=compiles)
+    assert compiles.captured == [quick]
+    compiles.coming.clear()
+    assert runner.capture_next()
+    assert compiles.captured == [quick, MOST]
+    runner.wait_for_prompts()
+    assert compiles.captured[2:] == [PROMPT]
 
 
 @pytest.mark.parametrize("eager", [False, True])

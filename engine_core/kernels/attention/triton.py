@@ -37,6 +37,7 @@ from engine_core.kernels.attention.tiles.triton import (
 from engine_core.kernels.attention.unpack import triton as unpack
 from engine_core.kernels.codes.triton import log2_of
 from engine_core.kernels.launch.gluon import runs_gluon
+from engine_core.kernels.launch.quick import is_quick
 from engine_core.kernels.launch.triton import (
     arrival_counts,
     arrives_last,
@@ -597,9 +598,10 @@ def paged_attention(call: Call) -> None:
         )
     if num_rows > num_decode_rows and call.max_query_len:
         plain = not (shape.has_alibi or shape.has_window or shape.has_softcap or shape.has_prefix)
+        quick = is_quick() and not (wide or float32)
         # How many of these rows were attended to, on the device; None for none.
         num_done: Tensor | None = None
-        if plain and call.scale > 0 and runs_gluon(q.device):
+        if plain and call.scale > 0 and not quick and runs_gluon(q.device):
             from engine_core.kernels.attention.hopper import triton as hopper
 
             trusted = (q, num_kv_heads, block_size, pdl["PDL"])
@@ -620,6 +622,8 @@ def paged_attention(call: Call) -> None:
         block_m, block_n = (64, 32) if small else (128, 64)
         if float32:
             block_m, block_n = 32, 16 if wide else 32
+        if quick:
+            block_m, block_n = 64, 32
         block_m = min(block_m, max(16, triton.next_power_of_2(pairs)))
         num_tiles = triton.cdiv(pairs, block_m)
         options = {
@@ -627,7 +631,7 @@ def paged_attention(call: Call) -> None:
             "BLOCK_M": block_m,
             "BLOCK_N": block_n,
             "num_warps": 8 if block_m == 128 or float32 else 4,
-            "num_stages": 2 if wide else 3,
+            "num_stages": 1 if quick else 2 if wide else 3,
             **pdl,
         }
         num_rows -= num_decode_rows
