@@ -62,16 +62,16 @@ def encoded(x, scale, CLIPS: tl.constexpr, CODE: tl.constexpr):
 _E4M3_LOW = tl.constexpr("""{
 .reg .b32 a;
 .reg .b16 l, h;
-prmt.b32 a, $1, $1, 0x2020;
+prmt.b32 a, $1, $1, 0x3120;
 mov.b32 {l, h}, a;
 cvt.rn.f16x2.e4m3x2 $0, l;
 }""")
 _E4M3_HIGH = tl.constexpr("""{
 .reg .b32 a;
 .reg .b16 l, h;
-prmt.b32 a, $1, $1, 0x3131;
+prmt.b32 a, $1, $1, 0x3120;
 mov.b32 {l, h}, a;
-cvt.rn.f16x2.e4m3x2 $0, l;
+cvt.rn.f16x2.e4m3x2 $0, h;
 }""")
 _INT8_LOW = tl.constexpr("""{
 .reg .b32 a, b;
