@@ -49,7 +49,7 @@ class Heads(NamedTuple):
     @property
     def block_g(self) -> int:
         """Query heads of a program."""
-        return min(64, max(16, decode.power_of_2(self.group_size)))
+        return decode.heads_together(self.group_size, max(self.widths), self.bytes)
 
     @property
     def programs(self) -> int:

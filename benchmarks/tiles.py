@@ -25,6 +25,7 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
 - ``held=2,64``: weights that have room wait in shared memory with so many rows, none with 1,0;
   ``registers=96``: weights of one row wait in so many registers of a thread at most.
 - ``late=0``: attention is launched when queries, keys and values are, not behind their products.
+- ``turned=0``: over codes no heads are columns of attention's products.
 - ``coded=0``: norms and activations quantise no rows; ``scaled=0``: the rotation applies no scales.
 
 Random weights and a random cache, as in ``decode.py``; rows of 1030 tokens, and of 200 to 1860 at
@@ -152,6 +153,14 @@ def settings(text: str) -> Iterator[None]:
                         )._replace(LATE=at_once),
                     )
                 )
+            elif key == "turned" and values == "0":
+                launch: Callable[..., Any] = attention.launch
+
+                def as_rows(*given: Any, launch: Callable[..., Any] = launch) -> Any:
+                    cut = launch(*given)
+                    return cut._replace(block_g=max(16, cut.block_g))
+
+                stack.enter_context(patch.object(attention, "launch", as_rows))
             elif key == "registers":
                 stack.enter_context(patch.object(linear, "HELD_REGISTERS", int(values)))
             elif key == "prefetch":

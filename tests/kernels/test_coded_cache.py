@@ -315,6 +315,27 @@ def test_attention_kernel(
     assert error(call.out, expect(plain, **options)) < limit
 
 
+@pytest.mark.parametrize("code", CODES)
+def test_attention_with_heads_as_rows(
+    code: torch.dtype, launch_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As some numbers of rows have them, where few heads are columns of products otherwise."""
+    from engine_core.kernels.attention import decode, triton
+
+    choose = decode.launch
+    assert choose(4, 2, 2, 64, 64, 1, 8).block_g == 8
+
+    def as_rows(*given: Any) -> decode.Launch:
+        return choose(*given)._replace(block_g=16)
+
+    monkeypatch.setattr(decode, "launch", as_rows)
+    made = make_paged(ROWS, device=launch_device, dtype=torch.bfloat16, block_size=64)
+    paged, plain = coded(made, code)
+    call = call_of(paged)
+    triton.paged_attention(call)
+    assert error(call.out, expect(plain)) < TOLERANCE[torch.bfloat16]
+
+
 # Bytes of a block of 16 slots of 2 heads of 64 for keys and values in 16 bits.
 BLOCK_BYTES = 16 * 2 * 128 * 2
 

@@ -65,3 +65,15 @@ def test_a_launch_is_of_powers_of_2() -> None:
         for number in (cut.block_g, cut.block_n, cut.num_warps, cut.merged_splits):
             assert number & (number - 1) == 0
         assert cut.merged_heads & (cut.merged_heads - 1) == 0
+
+
+def test_few_heads_are_columns_of_products_over_codes() -> None:
+    """But of wide heads, and where hardly more programs are than have room at once."""
+
+    def heads(rows: int, group: int, dims: int, number_bytes: int = 1) -> int:
+        return launch(rows, 8 * group, 8, dims, number_bytes).block_g
+
+    assert {heads(rows, 4, 128) for rows in (1, 32, 64, 96, 160, 192, 256, 1000)} == {8}
+    assert {heads(rows, 4, 128) for rows in (100, 112, 128)} == {16}
+    assert {heads(rows, 8, 64) for rows in (1, 112, 256)} == {8}
+    assert {heads(96, 9, 128), heads(96, 4, 256), heads(96, 4, 128, 2)} == {16}

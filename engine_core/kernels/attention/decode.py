@@ -11,10 +11,17 @@ MERGED_SPLITS = (4, 16)
 # Where splits are rare, these with one head at a time: the kernel needs 128 registers a thread then
 # and not 164, so that 8 programs of 2 warps fit on a multiprocessor and not 6.
 RARELY_MERGED_SPLITS = 4
+# Heads that are columns leave registers for more at a time.
+RARELY_MERGED_HEADS = 4
 # Where there are programs enough, only rows about so many times as long as the mean are split, with
 # heads of up to 64 dimensions and with larger ones. ms of a step with 1.2 and 1.5, 256 rows of 200
 # to 1860 tokens: 24 layers of 2 KV heads of 64, 2.19 and 2.27; 32 of 8 of 128, 16.2 and 16.0.
 _NARROW_STRETCH, _STRETCH = 1.2, 1.5
+# Of the GPU on which tiles were measured.
+_MULTIPROCESSORS = 132
+# Heads that are columns of products over codes at most, and the widest of them: 8 of 256 took 83 us
+# where as rows they take 74.
+_TURNED_HEADS, _TURNED_DIMS = 8, 128
 
 
 class Launch(NamedTuple):
@@ -57,8 +64,10 @@ class _Tile(NamedTuple):
     min_split: int = 64
 
 
-def _tile(dims: int, number_bytes: int, num_programs: int) -> _Tile:
+def _tile(dims: int, number_bytes: int, num_programs: int, few_heads: bool) -> _Tile:
     """The tile for heads of ``dims`` dimensions where unsplit rows make ``num_programs``.
+
+    ``few_heads``: whether so few query heads have a KV head that they may be columns of products.
 
     By 260 points of a search on an H200 in bfloat16, heads of 64 to 256, 1 to 128,000 tokens
     (benchmarks/notes/attention.md): 1.05 times the best of the space on average. A warp with tiles
@@ -69,7 +78,7 @@ def _tile(dims: int, number_bytes: int, num_programs: int) -> _Tile:
     of 16 heads of 128, and four take 8 for 59 of 4 heads of 192.
     """
     if number_bytes == 1:
-        return _code_tile(dims, num_programs)
+        return _code_tile(dims, num_programs, few_heads)
     if number_bytes == 4:
         return _Tile(16 if dims > 128 else 32, 8, 3, 2)
     if dims > 128:
@@ -105,7 +114,7 @@ def _tile(dims: int, number_bytes: int, num_programs: int) -> _Tile:
     return _Tile(32, 1, 2, 6) if num_programs < 1024 else _Tile(32, 1, 3, 8)
 
 
-def _code_tile(dims: int, num_programs: int) -> _Tile:
+def _code_tile(dims: int, num_programs: int, few_heads: bool) -> _Tile:
     """The tile for codes of 8 bits.
 
     By 90 points of a search on an H200, with heads of 64, 128 and 256 and 1 to 128,000 tokens: 1.05
@@ -118,11 +127,11 @@ def _code_tile(dims: int, num_programs: int) -> _Tile:
         few = num_programs < 32
         return _Tile(64, 4, 3, 3 if few else 8, min_split=128 if few else 256)
     if dims > 64:
+        if few_heads and num_programs >= 480:
+            return _many_code_tile(num_programs)
         if 1056 < num_programs <= 1600:
             # 8 programs of a warp fit on each of 132 multiprocessors: the last of unsplit rows run
-            # nearly alone. With tiles of 64 tokens by 2 warps a step of 160 equal rows of Llama 3
-            # 8B takes 6.94 ms and not 7.13 (in two splits) or 7.6, of unequal ones 7.11 and not
-            # 7.28; of 192 rows 7.81 and not 8.12, and 8.22 and not 8.14.
+            # nearly alone.
             return _Tile(64, 2, 3, 1)
         if num_programs >= 256:
             return _Tile(32, 1, 3, 5 if num_programs < 1024 else 1)
@@ -132,6 +141,31 @@ def _code_tile(dims: int, num_programs: int) -> _Tile:
     if num_programs >= 64:
         return _Tile(32, 1, 3, 6 if num_programs < 384 else 16)
     return _Tile(64, 2, 3, 1, min_split=128) if num_programs < 8 else _Tile(64, 2, 3, 5)
+
+
+def _many_code_tile(num_programs: int) -> _Tile:
+    """The tile for codes of few heads of 65 to 128 dimensions, so many programs that none is split.
+
+    Of these tiles a multiprocessor has room for 4, 6, 8 and 8 programs at a time. Equal rows take
+    long where the last programs run nearly alone. us on an H200 with 8 KV heads of 4 heads of 128,
+    rows of 1030 tokens and in brackets of 1000 on average: 64 rows 42, 46, 46 (45, 45, 50); 96 rows
+    64, 59, 63 (56, 56, 66); 160 rows 101, 98, 108 (99, 99, 101); 192 rows 116, 114, 119 (112, 110,
+    111); 256 rows 152, 154, 149 (149, 148, 148). 128 rows 80, 86, 76 (78, 77, 82), with heads as
+    rows 73 (82).
+    """
+    if num_programs <= 4 * _MULTIPROCESSORS:
+        return _Tile(64, 2, 4, 1)
+    if _heads_are_rows(num_programs):
+        return _Tile(32, 1, 3, 1)
+    return _Tile(64, 2, 3, 1) if num_programs <= 12 * _MULTIPROCESSORS else _Tile(32, 1, 4, 1)
+
+
+def _heads_are_rows(num_programs: int) -> bool:
+    """Whether heads of more than 64 dimensions are rows of products, however few they are.
+
+    All programs have room at once then, and a multiprocessor has hardly more than another.
+    """
+    return 6 * _MULTIPROCESSORS < num_programs <= 8 * _MULTIPROCESSORS
 
 
 def power_of_2(count: int) -> int:
@@ -156,6 +190,18 @@ def stretch(num_rows: int, block_d: int) -> int:
     return max(1, int(num_rows / (_NARROW_STRETCH if block_d <= 64 else _STRETCH)))
 
 
+def heads_together(group_size: int, block_d: int, number_bytes: int) -> int:
+    """Query heads of a program, a power of 2; fewer than 16 are columns of its products.
+
+    us of attention over codes with heads as rows and as columns, 8 KV heads of 4 heads of 128: 1
+    row of 1030 tokens 8.6 and 7.9, 32 rows 26.5 and 25.0; rows of 1000 tokens on average, 96 of
+    them 68 and 55, 192 112 and 107.
+    """
+    if number_bytes == 1 and group_size <= _TURNED_HEADS and block_d <= _TURNED_DIMS:
+        return _TURNED_HEADS
+    return min(64, max(16, power_of_2(group_size)))
+
+
 def launch(
     num_rows: int, group_size: int, kv_heads: int, block_d: int, block_dv: int,
     number_bytes: int,
@@ -172,14 +218,17 @@ def launch(
         number_bytes: of the cache: 4 of float32, 2 of 16 bits, 1 of codes.
         multiprocessors: of the device.
     """
-    block_g = min(64, max(16, power_of_2(group_size)))
+    block_g = heads_together(group_size, block_d, number_bytes)
     head_tiles = kv_heads * -(-group_size // block_g)
-    tile = _tile(block_d, number_bytes, num_rows * head_tiles)
+    tile = _tile(block_d, number_bytes, num_rows * head_tiles, block_g < 16)
+    if block_d > 64 and _heads_are_rows(num_rows * head_tiles):
+        block_g = max(16, block_g)
     wanted = max(1, int(tile.programs * multiprocessors) // head_tiles)
     if wanted <= num_rows:
         # Only rows much longer than the mean are split.
         wanted = stretch(num_rows, block_d)
-        merged_splits, merged_heads = RARELY_MERGED_SPLITS, 1
+        merged_splits = RARELY_MERGED_SPLITS
+        merged_heads = min(power_of_2(group_size), RARELY_MERGED_HEADS) if block_g < 16 else 1
     else:
         least, most = MERGED_SPLITS
         merged_splits = max(least, min(power_of_2(wanted // num_rows + 1), most))

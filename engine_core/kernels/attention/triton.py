@@ -34,6 +34,7 @@ from engine_core.kernels.attention.tiles.triton import (
     store_values,
     tile_logits,
 )
+from engine_core.kernels.attention.turned import triton as turned
 from engine_core.kernels.attention.unpack import triton as unpack
 from engine_core.kernels.codes.triton import log2_of
 from engine_core.kernels.launch.gluon import runs_gluon
@@ -239,6 +240,8 @@ def _decode_kernel(
     NUM_HEADS: tl.constexpr = SHAPE.num_heads
     GROUP_SIZE: tl.constexpr = SHAPE.group_size
     G_TILES: tl.constexpr = (GROUP_SIZE + BLOCK_G - 1) // BLOCK_G
+    # Of numbers and of more heads none is turned.
+    TURNED: tl.constexpr = BLOCK_G < 16
     kv_head = (tl.program_id(0) // G_TILES).to(tl.int64)
     item = tl.program_id(1).to(tl.int64)
     # The kernel before stores the newest tokens, and launches this one once it has waited itself:
@@ -266,6 +269,8 @@ def _decode_kernel(
     prefix_len = 0
     if SHAPE.has_prefix:
         prefix_len = tl.load(inputs.prefix_lens + row)
+    if TURNED:
+        q, q_odd = tl.trans(q), tl.trans(q_odd)
     queries = Queries(
         q,
         q_odd,
@@ -279,19 +284,28 @@ def _decode_kernel(
         window,
         prefix_len,
     )
-    acc = no_values(BLOCK_G, SHAPE)
-    denominator = tl.zeros([BLOCK_G], dtype=tl.float32)
-    maximum = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
-    acc, denominator, maximum = _attend_tiles(
-        acc, denominator, maximum, inputs, queries, low, high, SHAPE, BLOCK_N, True
-    )
+    if TURNED:
+        sums, denominator, maximum = turned.attend(
+            inputs, queries, kv_len - 1, low, high, SHAPE, BLOCK_G, BLOCK_N
+        )
+        acc = (sums,)
+    else:
+        acc = no_values(BLOCK_G, SHAPE)
+        denominator = tl.zeros([BLOCK_G], dtype=tl.float32)
+        maximum = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
+        acc, denominator, maximum = _attend_tiles(
+            acc, denominator, maximum, inputs, queries, low, high, SHAPE, BLOCK_N, True
+        )
     # Not before: programs of the linear that follows would take the place of these.
     launch_dependents(PDL)
     # No tokens (padding), or with a prefix and a window none that is visible in this split.
     safe = tl.where(denominator > 0.0, denominator, 1.0)
     if used > 1:
         partial = item * NUM_HEADS + heads
-        store_values(partial_ptr, partial, acc, safe, head_mask, SHAPE)
+        if TURNED:
+            store_rows(partial_ptr, partial, acc[0] / safe[:, None], head_mask, SHAPE)
+        else:
+            store_values(partial_ptr, partial, acc, safe, head_mask, SHAPE)
         tl.store(lse_ptr + partial, maximum + tl.log2(safe), mask=head_mask)
         arrivals_ptr += row * tl.num_programs(0) + tl.program_id(0)
         if arrives_last(arrivals_ptr, used):
@@ -309,6 +323,8 @@ def _decode_kernel(
                     MERGED_SPLITS,
                     MERGED_HEADS,
                 )
+    elif TURNED:
+        store_rows(out_ptr, row * NUM_HEADS + heads, acc[0] / safe[:, None], head_mask, SHAPE)
     else:
         store_values(out_ptr, row * NUM_HEADS + heads, acc, safe, head_mask, SHAPE)
 
@@ -505,6 +521,11 @@ def plan_splits(
     return items, True
 
 
+def _constants(strides: tuple[int, ...]) -> tuple[Any, ...]:
+    """Strides that a kernel is compiled for: offsets then take fewer registers and instructions."""
+    return tuple(tl.constexpr(stride) for stride in strides)
+
+
 def paged_attention(call: Call) -> None:
     """Write attention into ``call.out``."""
     q, prefix_lens, window = call.q, call.prefix_lens, call.window
@@ -535,11 +556,14 @@ def paged_attention(call: Call) -> None:
         call.alibi_slopes, *scales, q.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3],
     )  # fmt: skip
     if call.k_scales is not None and call.v_scales is not None:
+        # Of numbers, whose kernels wait for memory, constants make none faster.
         inputs = inputs._replace(
             k_scales=call.k_scales,
             v_scales=call.v_scales,
-            k_scales_strides=call.k_scales.stride()[:2],
-            v_scales_strides=call.v_scales.stride()[:2],
+            k_scales_strides=_constants(call.k_scales.stride()[:2]),
+            v_scales_strides=_constants(call.v_scales.stride()[:2]),
+            k_strides=_constants(k_cache.stride()[:3]),
+            v_strides=_constants(v_cache.stride()[:3]),
         )
     group_size = num_heads // num_kv_heads
     shape = Shape(

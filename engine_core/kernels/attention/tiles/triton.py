@@ -242,12 +242,14 @@ def load_tokens(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
+    TURNED: tl.constexpr = False,
 ):
     """Keys or values ``[BLOCK_N, BLOCK_D]`` of the tokens from ``start`` on, a multiple of BLOCK_N.
 
     With MASKED they are zeros where ``in_range [BLOCK_N]`` says no; without, whatever is stored
     there, or in block 0. Where a block holds whole tiles this one is in ``block``: its addresses
-    are one of the whole program and offsets that are the same in all tiles.
+    are one of the whole program and offsets that are the same in all tiles. TURNED gives
+    ``[BLOCK_D, BLOCK_N]``.
     """
     in_tile = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
@@ -260,17 +262,17 @@ def load_tokens(
             tl.int64
         )
         rows = blocks * strides[0] + (positions % SHAPE.block_size).to(tl.int64) * strides[1]
-    ptrs = cache_ptr + rows[:, None] + dims[None, :]
-    if MASKED:
-        if BLOCK_D == D:
-            values = tl.load(ptrs, mask=in_range[:, None], other=0.0)
-        else:
-            values = tl.load(ptrs, mask=in_range[:, None] & (dims < D)[None, :], other=0.0)
+    if TURNED:
+        ptrs = cache_ptr + rows[None, :] + dims[:, None]
+        inside, in_range = (dims < D)[:, None], in_range[None, :]
     else:
-        if BLOCK_D == D:
-            values = tl.load(ptrs)
-        else:
-            values = tl.load(ptrs, mask=(dims < D)[None, :], other=0.0)
+        ptrs = cache_ptr + rows[:, None] + dims[None, :]
+        inside, in_range = (dims < D)[None, :], in_range[:, None]
+    if BLOCK_D == D:
+        values = tl.load(ptrs, mask=in_range, other=0.0) if MASKED else tl.load(ptrs)
+    else:
+        mask = inside & in_range if MASKED else inside
+        values = tl.load(ptrs, mask=mask, other=0.0)
     return values
 
 
