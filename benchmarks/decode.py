@@ -11,13 +11,15 @@ up and its clocks have sunk. Clock and power are nvidia-smi's. The lengths are 1
 drawn from 200 to 1860 with the longest first, as the scheduler puts them. The rows' blocks lie in
 the cache as an engine that has just begun deals them out: the full ones row by row, then the last
 of all rows in turn. ``--profile`` adds the time of each kernel in steps of equal rows, without
-rest. The script uses private parts of the engine to reach the graphs.
+rest, and how kernels in the middle of a step overlap. The script uses private parts of the engine
+to reach the graphs.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import random
 import subprocess
 import sys
@@ -37,6 +39,8 @@ from benchmarks.workloads import SHAPES
 from engine_core.kernels.codes import cache_parts
 
 REPLAYS = 20
+# Kernels of a step whose overlaps are printed: those of two layers or so.
+KERNELS = 12
 CLOCK_AND_POWER = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader"]
 
 
@@ -108,6 +112,29 @@ def profile(graph: torch.cuda.CUDAGraph) -> None:
             graph.replay()
         torch.cuda.synchronize()
     print(f"profile of {REPLAYS} steps\n{by_kernel(result)}", flush=True)
+    print(overlaps(result), flush=True)
+
+
+def overlaps(result: torch_profile) -> str:
+    """Kernels in the middle of the last step: start after the end of the one before, and time.
+
+    A start below 0 is an overlap: programs of the kernel had room beside those of the one before.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "trace.json")
+        result.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    kernels.sort(key=lambda event: event["ts"])
+    kernels = kernels[-(len(kernels) // REPLAYS) :]
+    middle = len(kernels) // 2
+    lines = ["start (us), time, programs, registers, shared memory, kernel"]
+    for before, kernel in itertools.pairwise(kernels[middle - 1 : middle + KERNELS]):
+        start = kernel["ts"] - before["ts"] - before["dur"]
+        used = kernel["args"]
+        sizes = [used.get(key) for key in ("grid", "registers per thread", "shared memory")]
+        lines.append(f"{start:+8.2f} {kernel['dur']:7.2f}  {sizes}  {kernel['name'][:40]}")
+    return "\n".join(lines)
 
 
 @torch.inference_mode()
