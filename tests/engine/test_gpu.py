@@ -290,7 +290,8 @@ def check_tokens(llm: LLM, name: str) -> None:
 
 def test_a_start_captures_little_and_a_warmup_the_rest() -> None:
     settings = {"device": "cuda", "max_num_seqs": 20, "enable_prefix_caching": False}
-    with golden_llm("llama-gqa", **settings) as llm:
+    # Where kernels are compiled beside it, a start captures less.
+    with golden_llm("llama-gqa", compile_processes=0, **settings) as llm:
         decode, mixed = captured(llm)
         assert (set(decode), set(mixed)) == (AT_START, PROMPT_AT_START)
         before = {**decode, **mixed}
@@ -310,7 +311,7 @@ def test_a_warmup_comes_to_the_same_before_any_request() -> None:
     with golden_llm("llama-gqa", device="cuda", max_num_seqs=20) as llm:
         llm.warmup()
         decode, mixed = captured(llm)
-        assert (set(decode), set(mixed)) == (DECODE, PROMPTS)
+        assert (set(decode), {key for key in mixed if not key.quick}) == (DECODE, PROMPTS)
         check_tokens(llm, "llama-gqa")
 
 
@@ -326,8 +327,14 @@ def test_captures_between_the_steps_of_a_request_change_nothing() -> None:
 
 def test_smaller_batches_reuse_the_memory_of_the_largest() -> None:
     def reserved() -> int:
+        """Bytes of graphs; cuBLAS has its workspace among all others."""
         torch.cuda.empty_cache()
-        return torch.cuda.memory_reserved()
+        segments = torch.cuda.memory_snapshot()
+        return sum(
+            int(segment["total_size"])
+            for segment in segments
+            if tuple(segment["segment_pool_id"]) != (0, 0)
+        )
 
     with golden_llm("llama-gqa", device="cuda", max_num_seqs=20) as llm:
         # The largest steps of both kinds, random choice among them, come before the others.
@@ -335,6 +342,7 @@ def test_smaller_batches_reuse_the_memory_of_the_largest() -> None:
         while not largest <= captured(llm)[0].keys():
             assert llm.engine.core.capture_next()
         before = reserved()
+        assert before > 0
         while len(captured(llm)[0]) < len(DECODE):
             assert llm.engine.core.capture_next()
         # A segment of the allocator at most, not one a graph.
@@ -515,5 +523,5 @@ def test_another_thread_may_use_the_device_beside_captures() -> None:
             ended.set()
         working.result()
         decode, mixed = captured(llm)
-        assert (set(decode), set(mixed)) == (DECODE, PROMPTS)
+        assert (set(decode), {key for key in mixed if not key.quick}) == (DECODE, PROMPTS)
         check_tokens(llm, "llama-gqa")
