@@ -315,6 +315,29 @@ def test_attention_kernel(
     assert error(call.out, expect(plain, **options)) < limit
 
 
+@pytest.mark.parametrize(("code", "heads"), [(CODES[0], 4), (CODES[1], 32)], ids=str)
+def test_blocks_that_were_given_back_before_a_window(
+    code: torch.dtype, heads: int, launch_device: str
+) -> None:
+    """The null block of zeros is in their place, and may be in the first tile."""
+    from engine_core.kernels.attention import triton
+
+    made = make_paged(ROWS, heads=heads, device=launch_device, dtype=torch.bfloat16, block_size=16)
+    paged, plain = coded(made, code)
+    expected = expect(plain, window=40)
+    used = {*paged.block_tables.flatten().tolist()}
+    null = next(block for block in range(len(paged.k_cache)) if block not in used)
+    for cache in (paged.k_cache, paged.v_cache):
+        cache.view(torch.uint8)[null] = 0
+    tables = paged.block_tables.clone()
+    for table, (queries, tokens) in zip(tables, paged.rows, strict=True):
+        table[: max(0, tokens - queries + 1 - 40) // 16] = null
+    assert (tables == null).sum() == 6 + 5
+    call = replace(call_of(replace(paged, block_tables=tables)), window=40)
+    triton.paged_attention(call)
+    assert error(call.out, expected) < TOLERANCE[torch.bfloat16]
+
+
 @pytest.mark.parametrize("code", CODES)
 def test_attention_with_heads_as_rows(
     code: torch.dtype, launch_device: str, monkeypatch: pytest.MonkeyPatch

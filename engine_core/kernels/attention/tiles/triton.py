@@ -288,7 +288,10 @@ def load_scales(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Scales ``[BLOCK_N]`` of the tokens that :func:`load_tokens` loads; 1 where it gives zeros."""
+    """Scales ``[BLOCK_N]`` of the tokens that :func:`load_tokens` loads; 1 where it gives zeros.
+
+    And where they are 0, if they are masked.
+    """
     in_tile = tl.arange(0, BLOCK_N)
     scales_ptr += queries.kv_head * strides[1]
     if SHAPE.block_size % BLOCK_N == 0:
@@ -297,7 +300,14 @@ def load_scales(
         positions = start + in_tile
         blocks = tl.load(queries.table + positions // SHAPE.block_size, mask=in_range, other=0)
         ptrs = scales_ptr + blocks.to(tl.int64) * strides[0] + positions % SHAPE.block_size
-    return tl.load(ptrs, mask=in_range, other=1.0) if MASKED else tl.load(ptrs)
+    if MASKED:
+        scales = tl.load(ptrs, mask=in_range, other=1.0)
+        # The null block, which stands for one that was given back, has zeros: no logarithm is
+        # that of a scale of 0, and no token of it is seen.
+        scales = tl.where(scales == 0.0, 1.0, scales)
+    else:
+        scales = tl.load(ptrs)
+    return scales
 
 
 @triton.jit
