@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed
@@ -62,6 +60,7 @@ _gather = getattr(torch.distributed, "all_gather_single", None) or (
     torch.distributed.all_gather_into_tensor
 )
 _REHEARSING: ContextVar[bool] = ContextVar("engine_core_rehearsing", default=False)
+_WITHOUT_RANKS: ContextVar[bool] = ContextVar("engine_core_without_ranks", default=False)
 
 
 @contextmanager
@@ -84,17 +83,17 @@ def without_ranks() -> Iterator[None]:
 
     For a process that has no group of ranks; all else is launched as ever.
     """
-
-    def nothing(*args: object, **kwargs: object) -> None:
-        del args, kwargs
-
-    names = ("all_reduce", "all_gather", "all_to_all_single")
-    functions: dict[str, Any] = dict.fromkeys(names, nothing)
-    with (
-        patch.multiple(torch.distributed, **functions),
-        patch(f"{__name__}._gather", nothing),
-    ):
+    token = _WITHOUT_RANKS.set(True)
+    try:
         yield
+    finally:
+        _WITHOUT_RANKS.reset(token)
+
+
+def _exchange(collective: Callable[..., object], *args: object, context: BuildContext) -> None:
+    """Call a collective of ``torch.distributed`` with the group of the ranks."""
+    if not _WITHOUT_RANKS.get():
+        collective(*args, group=context.process_group)
 
 
 def all_reduce(x: Tensor, context: BuildContext) -> Tensor:
@@ -112,7 +111,7 @@ def all_reduce(x: Tensor, context: BuildContext) -> Tensor:
         return rank_sum(x, memory)
     if x.device.type == "cpu" or context.deterministic:
         return _sum_in_order(x, context)
-    torch.distributed.all_reduce(x, group=context.process_group)
+    _exchange(torch.distributed.all_reduce, x, context=context)
     return x
 
 
@@ -143,22 +142,22 @@ _WHOLE_BYTES = 1 << 18
 
 def _sum_in_order(x: Tensor, context: BuildContext) -> Tensor:
     """The sum over the ranks, each element's in the same order however many there are."""
-    size, group = context.tp_size, context.process_group
+    size = context.tp_size
     whole = x.nbytes <= _WHOLE_BYTES
     padding = 0 if whole else -x.numel() % size
     flat = torch.nn.functional.pad(x.reshape(-1), (0, padding)) if padding else x.reshape(-1)
     parts = flat.new_empty(size, flat.numel() if whole else flat.numel() // size)
     if whole:
-        torch.distributed.all_gather([*parts], flat, group=group)
+        _exchange(torch.distributed.all_gather, [*parts], flat, context=context)
     else:
-        torch.distributed.all_to_all_single(parts, flat.view_as(parts), group=group)
+        _exchange(torch.distributed.all_to_all_single, parts, flat.view_as(parts), context=context)
     total = parts[0].float()
     for part in parts[1:]:
         total += part
     total = total.to(x.dtype)
     if not whole:
         flat = torch.empty_like(flat)
-        torch.distributed.all_gather([*flat.view_as(parts)], total, group=group)
+        _exchange(torch.distributed.all_gather, [*flat.view_as(parts)], total, context=context)
         total = flat[: x.numel()]
     return total.view(x.shape)
 
@@ -175,6 +174,6 @@ def all_gather_last_dim(x: Tensor, context: BuildContext) -> Tensor:
         return rank_gather(x, memory)
     parts = x.new_empty(size, *x.shape)
     flat = x.contiguous().view(-1)
-    _gather(parts.view(-1), flat, group=context.process_group)
+    _exchange(_gather, parts.view(-1), flat, context=context)
     # One row, as of a single sequence that decodes, needs no copy.
     return parts.movedim(0, -2).reshape(*x.shape[:-1], -1)
