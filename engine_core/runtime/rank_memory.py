@@ -182,7 +182,10 @@ def trials(memory: RankMemory) -> Iterator[tuple[str, torch.Tensor, torch.Tensor
 
 
 def unshared(config: EngineConfig, rank: int, device: torch.device) -> RankMemory | None:
-    """What :func:`share_memory` gives a rank on a GPU that is not there; None if it gives none."""
+    """A rank's memory on a GPU that is not there.
+
+    None where :func:`share_memory` gives none.
+    """
     size = config.tensor_parallel_size
     if planned_bytes(config) == 0:
         return None

@@ -1,4 +1,4 @@
-"""What a chat template renders.
+"""Chat templates and what they render.
 
 A template is code that came with a checkpoint, so it runs in jinja's immutable sandbox and within
 :mod:`~engine_core.text.template_limits`, sees only plain JSON values and cannot reach the caller's

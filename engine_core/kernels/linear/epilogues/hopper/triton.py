@@ -350,7 +350,7 @@ def takes_rows(x: Tensor) -> bool:
 
 
 class Launch(NamedTuple):
-    """What these kernels are launched with, of whatever form the weight is.
+    """Arguments of a launch of these kernels, whatever form the weight has.
 
     Attributes:
         rows: x, ``[M, K]``.
