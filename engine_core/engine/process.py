@@ -498,8 +498,8 @@ def _serve(
         # Vocabularies are read now, and not while the first guided request waits.
         reads = warm_up and not config.skip_tokenizer_init and find_spec("llguidance") is not None
         loaded = load(opened, compiles=compiles, guides=bool(reads))
-    # Offline the first token comes the sooner; here nobody is to wait who comes when this is ready.
-    loaded.executor.wait_for_prompts()
+        # Offline the first token comes the sooner; nobody is to wait who comes when this is ready.
+        loaded.executor.wait_for_prompts()
     kind = source.device.type
     core = EngineCore(
         loaded,

@@ -23,10 +23,10 @@ _MOST = 2048
 # Rows that decode at most, to learn how much time a row adds.
 _ROWS = 8
 # Tokens of the prompt of a row that decodes, and steps that are not timed, at most.
-_PROMPT, _UNTIMED = 2, 9
+_PROMPT, _UNTIMED = 2, 10
 # Numbers of rows for which a CPU has kernels of their own, beside one and many. The last layer
 # computes so few tokens where few are sampled, also beside prompts.
-_FEW = (2, 3)
+_FEW = (2, 3, 5)
 
 
 def trials(

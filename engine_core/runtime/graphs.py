@@ -260,6 +260,8 @@ class _Graphs(ABC):
         """
         for key in self._at_start:
             yield key
+            if key in self._graphs:
+                continue  # somebody else captured it meanwhile
             try:
                 self._graphs[key] = self._make(key)
             except AttemptError as error:

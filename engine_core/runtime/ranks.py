@@ -19,7 +19,7 @@ from engine_core.errors import (
     RemoteTracebackError,
     RequestError,
 )
-from engine_core.runtime import platform
+from engine_core.runtime import platform, rank_memory
 from engine_core.runtime.compiles import ALL, MEMORY, NOBODY, PATIENCE, START, Compiles
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.memory import CachePlan
@@ -102,7 +102,8 @@ class RanksExecutor(abc.ABC):
         The phases are those of rank 0, and how long the ranks took besides.
         """
         begin = time.perf_counter()
-        self._compiles.wait(MEMORY)
+        if rank_memory.planned_bytes(self._config):
+            self._compiles.wait(MEMORY)
         reports: list[WorkerReport] = self._ask_all("load", self._config)
         seconds = time.perf_counter() - begin
         size = self._config.tensor_parallel_size

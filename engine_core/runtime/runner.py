@@ -228,6 +228,7 @@ class ModelRunner:
         if device.type == "cpu" and repeats and agreement.size == 1 and compiled.available():
             self._recorded_steps = RecordedSteps(self._state, forward)
         self._graph_steps: GraphSteps | None = None
+        self._left_at_start: Sequence[Iterator[object]] = ()
         self._media_graphs: MediaGraphs | None = None
         capturer = compiles.capturer or capturer_of(device)
         if capturer is not None and repeats:
@@ -253,17 +254,23 @@ class ModelRunner:
                 )
             if capture_at_start and not forward.watched:
                 with torch.inference_mode():
-                    self._capture_at_start((self._graph_steps, self._decode_graphs), compiles)
+                    kinds = self._graph_steps, self._decode_graphs
+                    self._left_at_start = self._capture_at_start(kinds, compiles)
         self._state_known = capture_at_start
         # How the last run went, and its tokens, padding included.
         self._ran: tuple[Way, int] = ("eager", 0)
 
     @staticmethod
-    def _capture_at_start(kinds: Sequence[DecodeGraphs | GraphSteps], compiles: Compiles) -> None:
+    def _capture_at_start(
+        kinds: Sequence[DecodeGraphs | GraphSteps], compiles: Compiles
+    ) -> Sequence[Iterator[object]]:
         """Capture what the first request needs, each step as soon as its kernels are compiled.
 
         Prompts come first: attention to them takes longest to compile. While kernels are still to
         come a first token waits for no more.
+
+        Returns:
+            What captures the rest.
         """
         started = [graphs.starts() for graphs in kinds]
         coming = {each: key for each in started if (key := next(each, None)) is not None}
@@ -275,18 +282,30 @@ class ModelRunner:
             elif (key := next(each, None)) is None:
                 del coming[each]
                 if each is started[0] and compiles.under_way:
-                    return
+                    break
             else:
                 coming[each] = key
+        return [*coming]
 
     def _is_choice_compiled(self) -> bool:
         """Whether kernels of random choice need no compile now, or nobody compiles them ahead."""
         return self._decode_graphs is None or self._compiles.ready(others_of(DecodeGraphs))
 
+    @torch.inference_mode()
     def wait_for_prompts(self) -> None:
-        """Return once no prompt waits for a kernel; see :meth:`GraphSteps.wait_for_prompts`."""
+        """Return once no prompt waits for a kernel; see :meth:`GraphSteps.wait_for_prompts`.
+
+        What a start left is captured, so that a step for which that fails is found now.
+
+        Raises:
+            EngineError: as of a start: the step cannot be captured, and there is one rank.
+        """
         if self._graph_steps is not None:
             self._graph_steps.wait_for_prompts()
+        for left in self._left_at_start:
+            for _ in left:
+                pass
+        self._left_at_start = ()
 
     @torch.inference_mode()
     def capture_next(self) -> bool:

@@ -206,8 +206,9 @@ class Worker:
         return pending
 
     def wait_for_prompts(self) -> None:
-        """Return once no prompt waits for a kernel; see :meth:`GraphSteps.wait_for_prompts`."""
-        self.runner.wait_for_prompts()
+        """Return once no prompt waits for a kernel; see :meth:`ModelRunner.wait_for_prompts`."""
+        with platform.on(self._source.device):
+            self.runner.wait_for_prompts()
 
     def capture_next(self) -> bool:
         """Capture one more step; see :meth:`ModelRunner.capture_next`."""

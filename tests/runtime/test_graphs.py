@@ -43,7 +43,7 @@ from engine_core.kernels.launch.quick import is_quick, quickly
 from engine_core.nn import Embedding
 from engine_core.nn.linear import Linear
 from engine_core.runtime.block_tables import BlockTables, IntArray
-from engine_core.runtime.capture import CudaCapturer
+from engine_core.runtime.capture import AttemptError, CudaCapturer
 from engine_core.runtime.compiles import Compiles
 from engine_core.runtime.eager import ForwardPass
 from engine_core.runtime.graphs import (
@@ -1080,6 +1080,22 @@ def test_a_first_token_waits_for_no_decode_step_whose_kernels_are_still_to_come(
     assert compiles.captured == [quick, MOST]
     runner.wait_for_prompts()
     assert compiles.captured[2:] == [PROMPT]
+
+
+def test_a_server_finds_what_cannot_be_captured_before_a_request_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A decode step that synchronises with the host, say; a start without kernels leaves it."""
+    monkeypatch.setattr("engine_core.runtime.runner.launch_bound_tokens", lambda *_: 2048)
+    monkeypatch.setattr(Listed, "under_way", True)
+    runner = make_runner(eager=False, compiles=Listed(PROMPT._replace(quick=True), MOST, ONE))
+
+    def fails(*_: Any) -> Any:
+        raise AttemptError("cudaErrorStreamCaptureUnsupported", out_of_memory=False)
+
+    monkeypatch.setattr(DecodeGraphs, "_make", fails)
+    with pytest.raises(EngineError, match=r"20 rows .*with eager=True \(--eager\)"):
+        runner.wait_for_prompts()
 
 
 @pytest.mark.parametrize("eager", [False, True])

@@ -526,7 +526,7 @@ def choose_blocks_tile(
     if rows > (8 if gated and group == 32 else 4) or k > INTEGERS_RUN * tile.splits:
         return tile
     width = 256 if gated or group == 16 else 512
-    # Each program has whole steps.
+    # No program has steps behind the last column; where columns end in one, x is 0 there.
     splits = -(-k // (width * -(-k // (width * tile.splits))))
     registers = 96 if rows == 1 and group == 32 else 128
     return replace(
