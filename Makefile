@@ -99,7 +99,8 @@ soak: $(VENV)/.test ## Ten minutes of random load on an engine and a server, the
 	ENGINE_CORE_TEST_FULL=1 $(PYTEST) -m long
 	ENGINE_CORE_TEST_FULL=1 $(PYTEST) -m hypothesis
 	ENGINE_CORE_TEST_FULL=1 $(PYTEST) -m 'not hypothesis' tests/kernels
-	ENGINE_CORE_TEST_FULL=1 $(PYTEST) tests/fuzz tests/cli/test_new_plugin.py tests/server/test_api_attacks.py
+	ENGINE_CORE_TEST_FULL=1 $(PYTEST) tests/fuzz tests/cli/test_new_plugin.py tests/server/test_api_attacks.py \
+	    tests/server/test_hostile_grammars.py tests/test_packaging.py tests/engine/test_quantization.py
 	ENGINE_CORE_TEST_FULL=1 $(PYTEST) tests/soak/test_ray_soak.py
 	OMP_NUM_THREADS=1 ENGINE_CORE_TEST_FULL=1 $(BIN)/pytest -s tests/soak/test_ray_replicas_soak.py
 

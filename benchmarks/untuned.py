@@ -575,6 +575,8 @@ def measure(arguments: argparse.Namespace) -> None:
                     results.take(line)
     finally:
         results.show(arguments.only)
+    if not results.figures:
+        raise SystemExit("nothing was measured")
 
 
 def chosen(text: str) -> list[str]:

@@ -156,9 +156,18 @@ def test_wheels_carry_every_module(wheels: Wheels) -> None:
         (wheels.core, ROOT, "engine_core"),
         (wheels.plugin, PLUGIN, "engine_core_llama"),
         (wheels.compat, COMPAT, "engine_core_lmdeploy"),
+        (wheels.chatglm, ROOT / "plugins" / "chatglm", "engine_core_chatglm"),
     ):
         sources = {str(path.relative_to(folder)) for path in (folder / package).rglob("*.py")}
         assert sources <= set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_the_wheel_names_the_kits_plugin_to_pytest(wheels: Wheels) -> None:
+    with zipfile.ZipFile(wheels.core) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("/entry_points.txt")]
+        stated = archive.read(name).decode()
+    section = stated.partition("[pytest11]")[2].partition("[")[0]
+    assert "engine_core.testing.plugin" in section
 
 
 def test_the_wheel_carries_the_web_page_and_its_licences(wheels: Wheels) -> None:
