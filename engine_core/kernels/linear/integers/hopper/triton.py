@@ -438,16 +438,15 @@ def _linear_kernel(
     PLAIN_X: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0])
     COUNT: gl.constexpr = 1 if ROWS == 1 else BLOCK_M
     x = gl.allocate_shared_memory(gl.int8, [RUN, 8, COUNT, 2 * PAR, 32], PLAIN_X)
-    PLAIN_ONE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    PLAIN_SCALES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    PLAIN_THREE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     groups = reinterpret(x, gl.int8, [RUN * 8, 2 * COUNT * PAR, 32], PLAIN)
     if COUNT < BLOCK_M:
-        groups = reinterpret(x, gl.int8, [RUN * 8, 1, 2 * PAR, 32], PLAIN_ONE)
-    x_scales = gl.allocate_shared_memory(gl.float32, [RUN, BLOCK_M, PAR], PLAIN_SCALES)
+        groups = reinterpret(x, gl.int8, [RUN * 8, 1, 2 * PAR, 32], PLAIN_THREE)
+    x_scales = gl.allocate_shared_memory(gl.float32, [RUN, BLOCK_M, PAR], PLAIN_THREE)
     x_sums = None
     run_sums = x_scales
     if MINIMA:
-        x_sums = gl.allocate_shared_memory(gl.int32, [RUN, 8, BLOCK_M], PLAIN_SCALES)
+        x_sums = gl.allocate_shared_memory(gl.int32, [RUN, 8, BLOCK_M], PLAIN_THREE)
         run_sums = reinterpret(x_sums, gl.int32, [RUN * 8, 1, BLOCK_M], PLAIN)
     run_scales = reinterpret(x_scales, gl.float32, [RUN, 1, RESULTS], PLAIN)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
