@@ -13,6 +13,7 @@ are not padded to 128 in any product, nor those of 192 to 256.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -805,6 +806,12 @@ def _trial(like: Tensor, num_kv_heads: int, block_size: int, pdl: bool) -> Trial
     return Trial(run, expected)
 
 
+@cache
+def _panels(columns: int, rank: int) -> gl.NVMMASharedLayout:
+    """The layout of tiles of so many columns: to make one takes as long as much of a launch."""
+    return gl.NVMMASharedLayout(2 * columns, 16, rank=rank)
+
+
 def prefill(call: Call, scale: float, num_programs: int, pdl: bool) -> None:
     """Write the attention of all rows but the first ``num_decode_rows`` into ``call.out``.
 
@@ -837,8 +844,8 @@ def prefill(call: Call, scale: float, num_programs: int, pdl: bool) -> None:
             if not columns:
                 descs.append(None)
                 continue
-            swizzle = gl.NVMMASharedLayout(2 * columns, 16, rank=len(shape))
-            descs.append(TensorDescriptor(part, shape, strides, [*box, columns], swizzle))
+            layout = _panels(columns, len(shape))
+            descs.append(TensorDescriptor(part, shape, strides, [*box, columns], layout))
     head_tiles = num_heads // packed
     query_tiles = triton.cdiv(call.max_query_len, 2 * tokens)
     items = query_tiles * num_rows * head_tiles
