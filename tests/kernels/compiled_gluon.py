@@ -45,7 +45,14 @@ from engine_core.kernels.segments.hopper import triton as segments
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 
 
-def prefill(heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+def prefill(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    groups: int = 2,
+) -> None:
     """Causal attention of two prompts."""
     q = torch.zeros(300, heads, head_dim, dtype=dtype)
     k_cache, v_cache = torch.zeros(2, 8, block_size, kv_heads, head_dim, dtype=dtype)
@@ -54,7 +61,7 @@ def prefill(heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: to
     lens = torch.tensor([100, 200], dtype=torch.int32)
     call = Call(q, k_cache, v_cache, q.clone(), tables, starts, lens, 200, 200, 0, 0.1)
     assert attention.fits(q, k_cache, v_cache)
-    attention.prefill(call, 0.1, 132, True)
+    attention.prefill(call, 0.1, 132, True, groups)
 
 
 def gated_linear(dtype: torch.dtype, has_bias: bool) -> None:
@@ -152,6 +159,7 @@ def attend(width: int, longest: int, dtype: torch.dtype) -> None:
 LAUNCHES: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "8B": (prefill, (32, 8, 128, 64, BFLOAT16)),
     "0.5B": (prefill, (14, 2, 64, 64, FLOAT16)),
+    "1B-long": (prefill, (32, 8, 64, 64, BFLOAT16, 3)),
     "small-blocks": (prefill, (28, 4, 128, 16, BFLOAT16)),
     "large-blocks": (prefill, (8, 8, 128, 256, BFLOAT16)),
     "heads-48": (prefill, (8, 8, 48, 64, BFLOAT16)),

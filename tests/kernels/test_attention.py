@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -454,20 +455,101 @@ def test_hopper_kernel_takes_heads_of_many_widths(
     assert error(attend(paged, scale), attend_by_reference(paged, scale)) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("head_dim", range(40, 257, 8))
-def test_hopper_kernels_parts_of_a_head_hold_it_and_fit(head_dim: int) -> None:
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size"),
+    [(32, 8, 64, 64), (14, 2, 64, 16), (8, 8, 48, 128), (12, 2, 56, 32)],
+)
+def test_three_warp_groups_of_the_hopper_kernel_give_what_two_do(
+    heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    """Few programs, so that each takes many tiles; the other form runs once before, of no rows."""
+    from engine_core.kernels.attention.hopper import triton as hopper
+
+    rows = [(1, 70), (700, 1500), (65, 65), (129, 640), (30, 0), (2, 0)]
+    paged = make_paged(
+        rows, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size,
+        dtype=dtype, device="cuda", own_caches=True,
+    )  # fmt: skip
+    scale = head_dim**-0.5
+    expected = attend_by_reference(paged, scale)
+    for groups in (3, 2):
+        hopper._launched.clear()
+        out = paged.poisoned_out()
+        call = Call(
+            paged.q, paged.k_cache, paged.v_cache, out, paged.block_tables, paged.query_start,
+            paged.kv_lens, 700, 1500, 0, scale,
+        )  # fmt: skip
+        hopper.prefill(call, scale * math.log2(math.e), 8, False, groups)
+        assert error(out, expected) < TOLERANCE[dtype]
+
+
+def hopper_call(heads: int, kv_heads: int, head_dim: int, rows: int, tokens: int) -> Call:
+    """Prompts of so many tokens each, after a row that decodes."""
+    q = torch.empty((1, heads, head_dim), dtype=torch.bfloat16).expand(1 + rows * tokens, -1, -1)
+    k_cache, v_cache = torch.empty((2, 1, 64, kv_heads, head_dim), dtype=torch.bfloat16)
+    lens = torch.empty(1 + rows, dtype=torch.int32)
+    tables = lens.unsqueeze(1)
+    return Call(q, k_cache, v_cache, q, tables, lens, lens, tokens, tokens, 1, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "rows", "tokens", "groups"),
+    [
+        (32, 8, 64, 1, 8192, 3), (32, 8, 64, 4, 2048, 3), (16, 2, 64, 4, 2048, 3),
+        # Few tiles, short prompts, no heads side by side, and more registers than there are.
+        (32, 8, 64, 1, 2048, 2), (32, 8, 64, 8, 1024, 2), (14, 2, 64, 2, 8192, 2),
+        (32, 8, 128, 1, 8192, 2),
+    ],
+)  # fmt: skip
+def test_long_prompts_with_narrow_heads_have_three_warp_groups(
+    heads: int, kv_heads: int, head_dim: int, rows: int, tokens: int, groups: int
+) -> None:
     hopper = pytest.importorskip("engine_core.kernels.attention.hopper.triton")
-    form = hopper._Form.of(head_dim)
+    call = hopper_call(heads, kv_heads, head_dim, rows, tokens)
+    assert hopper.groups_for(call, 132) == groups
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "expected"),
+    [(8, 2, [(3, 0), (2, 5), (2, 5)]), (8, 3, [(2, 0), (3, 5), (3, 5)]), (6, 2, [(2, 5), (2, 5)])],
+)
+def test_the_first_launch_has_the_kernel_of_as_many_groups_as_others_need(
+    heads: int, groups: int, expected: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which prompt comes first decides nothing; the one launched beside has no rows."""
+    hopper = pytest.importorskip("engine_core.kernels.attention.hopper.triton")
+    launched = []
+
+    def launch(*args: Any, **options: Any) -> None:
+        launched.append((options["FORM"].groups, args[13]))
+
+    monkeypatch.setattr(hopper, "_hopper_prefill_kernel", {(8,): launch, (1,): launch})
+    monkeypatch.setattr(hopper, "_launched", set())
+    call = hopper_call(heads, 2, 64, 5, 1000)
+    for _ in range(2):
+        hopper.prefill(call, 0.1, 8, False, groups)
+    assert launched == expected
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "groups"), [*product(range(40, 257, 8), [2]), (48, 3), (64, 3)]
+)
+def test_hopper_kernels_parts_of_a_head_hold_it_and_fit(head_dim: int, groups: int) -> None:
+    hopper = pytest.importorskip("engine_core.kernels.attention.hopper.triton")
+    form = hopper._Form.of(head_dim, groups)
     columns = form.main + form.rest
     assert head_dim <= columns <= max(64, 1.25 * head_dim + 8)
     assert form.main % 64 == 0
     assert all(size & (size - 1) == 0 for size in (form.main, form.keys))
     assert form.rest in (0, 16, 32, 64)
-    shared = 2 * (form.slots * 128 + form.stages * 2 * form.keys) * columns
+    shared = 2 * (form.slots * groups * 64 + form.stages * 2 * form.keys) * columns
     assert shared <= 227 * 1024 - 2048
     assert form.stages >= 2
-    # Results, logits and weights of a thread, of the 232 registers that it has.
-    assert (columns + form.keys + form.keys / 2) / 2 <= 180
+    # Results, logits and weights of a thread, of the 232 registers that it has, or 160.
+    assert (columns + form.keys + form.keys / 2) / 2 <= {2: 180, 3: 130}[groups]
 
 
 @pytest.mark.gpu

@@ -261,7 +261,7 @@ def test_attention_is_tried_on_a_case_that_the_portable_kernel_solves(
         portable.paged_attention(call)
 
     for instead in (right, forgets_the_last_key):
-        trusted = tried.trusts("prefill", instead, like, kv_heads, block_size, False)
+        trusted = tried.trusts("prefill", instead, like, kv_heads, block_size, False, 2)
         assert trusted == (instead is right)
 
 
@@ -541,7 +541,7 @@ EACH_KIND = (
     *("products-parts-96", "held-gated-8"),
 )
 MORE_FORMS = (
-    *("8B", "0.5B", "heads-80", "heads-256", "quick-gelu-bias", "codes-gated-32"),
+    *("8B", "0.5B", "1B-long", "heads-80", "heads-256", "quick-gelu-bias", "codes-gated-32"),
     *("codes-stored-32", "products-17"),
     *(
         "blocks-gated-8",

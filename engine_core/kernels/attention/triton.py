@@ -628,7 +628,9 @@ def paged_attention(call: Call) -> None:
         if plain and call.scale > 0 and not quick and runs_gluon(q.device):
             from engine_core.kernels.attention.hopper import triton as hopper
 
-            trusted = (q, num_kv_heads, block_size, pdl["PDL"])
+            programs = num_multiprocessors(q.device)
+            groups = hopper.groups_for(call, programs)
+            trusted = (q, num_kv_heads, block_size, pdl["PDL"], groups)
             numbers, num_fitting = call, None
             unpacks = code and block_size == triton.next_power_of_2(block_size)
             if unpacks and hopper.takes(q, block_size, v_head_dim) and hopper.is_trusted(*trusted):
@@ -636,7 +638,7 @@ def paged_attention(call: Call) -> None:
                 numbers, num_fitting = unpack.unpacked(call, _MOST_UNPACKED)
             fits = numbers.k_scales is None and hopper.fits(q, numbers.k_cache, numbers.v_cache)
             if fits and hopper.is_trusted(*trusted):
-                hopper.prefill(numbers, scales[0], num_multiprocessors(q.device), pdl["PDL"])
+                hopper.prefill(numbers, scales[0], programs, pdl["PDL"], groups)
                 if num_fitting is None:
                     return
                 num_done = num_fitting
