@@ -26,6 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "kernels")]
 from decode_search import search  # noqa: E402
 from kernel_cases import TOLERANCE, make_paged, native_matrix  # noqa: E402
 
+from benchmarks.sampling import list_seen  # noqa: E402
 from engine_core import kernels  # noqa: E402
 from engine_core.kernels.sampling import (  # noqa: E402
     COUNTED,
@@ -222,13 +223,15 @@ def time_sampling(num_rows: int, vocab: int) -> None:
         ).repeat(num_rows, 1)
         adjustments = None
         if "repetition_penalty" in settings:
+            seen = (torch.rand(num_rows, vocab, device="cuda") < 0.01).to(torch.uint8)
             adjustments = Adjustments(
                 torch.full_like(rows, PENALISED + COUNTED, dtype=torch.int32),
                 torch.full((num_rows, 8), -1, dtype=torch.int32, device="cuda"),
                 torch.zeros_like(rows),
                 None,
-                (torch.rand(num_rows, vocab, device="cuda") < 0.01).to(torch.uint8),
+                seen,
                 torch.zeros(num_rows, vocab, dtype=torch.int32, device="cuda"),
+                *list_seen(seen),
             )
         state = SamplingState(numbers, rows * 7, adjustments)
         report(

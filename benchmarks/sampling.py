@@ -97,6 +97,12 @@ def microseconds(call: Any) -> float:
     return min(times)
 
 
+def list_seen(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Those of ``seen [rows, V]`` that are not 0, first in each row, and how many they are."""
+    is_seen = (seen > 0).int()
+    return is_seen.argsort(dim=-1, descending=True).int(), is_seen.sum(dim=-1).int()
+
+
 def make_state(way: dict[str, Any], rows: int, vocab: int) -> SamplingState:
     """Rows that all choose in one way; prompt and output of a penalised one have 1% of all ids."""
     values = [{**NEUTRAL, **way}.get(name, 0.0) for name in NUMBERS]
@@ -115,6 +121,7 @@ def make_state(way: dict[str, Any], rows: int, vocab: int) -> SamplingState:
             None,
             seen.to(torch.uint8),
             counts,
+            *list_seen(seen),
         )
     return SamplingState(numbers, torch.arange(rows, device="cuda") * 7, adjustments)
 

@@ -163,7 +163,14 @@ def compile_sampling(found: list[Any], choices: list[tuple[int, int, bool]]) -> 
             whole = torch.zeros(rows, vocab, dtype=torch.int32)
             few = torch.zeros(rows, 8, dtype=torch.int32)
             adjustments = Adjustments(
-                places.int(), few, places, whole.float(), whole.to(torch.uint8), whole
+                places.int(),
+                few,
+                places,
+                whole.float(),
+                whole.to(torch.uint8),
+                whole,
+                whole,
+                places.int(),
             )
         numbers = torch.zeros(rows, 7, dtype=torch.float64)
         state = SamplingState(numbers, places, adjustments)

@@ -789,13 +789,18 @@ def make_sampling(
         counts = torch.randint(-3, 3, (max_rows, vocab), generator=generator, dtype=torch.int32)
         counts.clamp_(min=0)
         prompted = torch.rand(max_rows, vocab, generator=generator) < 0.2
+        seen = (PROMPTED * prompted + GENERATED * (counts > 0)).to(torch.uint8)
+        # In any order: those that were seen are the first of a row, by twice as large numbers.
+        order = torch.rand(max_rows, vocab, generator=generator) + 2 * (seen > 0)
         adjustments = Adjustments(
             kinds=torch.randint(0, 8, (max_rows,), generator=generator, dtype=torch.int32),
             ban_ids=torch.randint(-1, vocab, (max_rows, 5), generator=generator).int(),
             ban_ends=torch.randint(0, 40, (max_rows,), generator=generator),
             bias=bias,
-            seen=(PROMPTED * prompted + GENERATED * (counts > 0)).to(torch.uint8),
+            seen=seen,
             output_counts=counts,
+            seen_ids=order.argsort(dim=-1, descending=True).int(),
+            seen_sizes=(seen > 0).sum(dim=-1).int(),
         )
     # The last row of the batch is that of padding.
     numbers[-1] = 0.0
@@ -849,6 +854,9 @@ def check_sampling(
     if counts is not None:
         assert torch.equal(ran.state.adjustments.output_counts.cpu(), counts)
         assert torch.equal(ran.state.adjustments.seen.cpu(), seen)
+        ids, sizes = ran.state.adjustments.seen_ids.cpu(), ran.state.adjustments.seen_sizes
+        for row, size in enumerate(sizes.tolist()):
+            assert torch.equal(ids[row, :size].long().sort()[0], seen[row].nonzero().squeeze(-1))
     return len(live), turned
 
 

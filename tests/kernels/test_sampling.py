@@ -18,7 +18,7 @@ from random_examples import FULL, pairwise
 from torch import Tensor
 
 from engine_core.kernels import sample_tokens
-from engine_core.kernels.sampling import Adjustments, SamplingState
+from engine_core.kernels.sampling import PENALISED, PROMPTED, Adjustments, SamplingState
 from engine_core.kernels.sampling.philox import uniform
 
 INF, NAN = float("inf"), float("nan")
@@ -205,6 +205,38 @@ def test_a_sample_bounds_the_least_kept_logit(
     assert gathered[0].max() <= 6000
 
 
+@pytest.mark.parametrize("way", WAYS[:3])
+@pytest.mark.parametrize("numbers", [{}, {"top_k": 9}, {"top_p": 0.7}, {"min_p": 0.3}], ids=str)
+def test_what_a_penalty_takes_from_far_above_weighs_what_is_left_of_it(
+    op: Any, device: str, numbers: dict[str, float]
+) -> None:
+    """By itself it would weigh more than there are numbers for."""
+    batch = of_equal_logits(6, 1500, temperature=0.05, **numbers)
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.rand(batch.logits.shape, generator=generator)
+    seen = torch.zeros(6, 1500, dtype=torch.uint8)
+    ids = torch.zeros(6, 1500, dtype=torch.int32)
+    for row in range(6):
+        own = torch.randperm(1500, generator=generator)[: 200 * row]
+        ids[row, : len(own)] = own.int()
+        seen[row, own] = PROMPTED
+        logits[row, own] += 300
+    batch.state.numbers[:, 4] = 301
+    adjustments = Adjustments(
+        torch.full((6,), PENALISED, dtype=torch.int32),
+        torch.full((6, 1), -1, dtype=torch.int32),
+        torch.zeros(6, dtype=torch.int64),
+        None,
+        seen,
+        torch.zeros(6, 1500, dtype=torch.int32),
+        ids,
+        200 * torch.arange(6, dtype=torch.int32),
+    )
+    state = replace(batch.state, adjustments=adjustments)
+    _, turned = check_sampling(replace(batch, logits=logits, state=state), op, device)
+    assert turned == 0
+
+
 @pytest.mark.parametrize("way", WAYS[:2])
 def test_zeros_of_both_signs_are_equal(op: Any, device: str) -> None:
     batch = of_equal_logits(8, 600, top_k=100)
@@ -232,6 +264,8 @@ def test_what_means_nothing_has_a_status(op: Any, device: str) -> None:
         bias,
         torch.zeros(8, 700, dtype=torch.uint8),
         torch.zeros(8, 700, dtype=torch.int32),
+        torch.zeros(8, 700, dtype=torch.int32),
+        torch.zeros(8, dtype=torch.int32),
     )
     greedy = batch.state.numbers.clone()
     greedy[:, 0] = 0.0
@@ -336,3 +370,11 @@ def test_preconditions() -> None:
     )
     with pytest.raises(ValueError, match=r"bias must be \(2, 5\)"):
         call(state=replace(batch.state, adjustments=adjustments))
+    counted = replace(
+        adjustments,
+        bias=None,
+        output_counts=torch.zeros(2, 5, dtype=torch.int32),
+        seen_sizes=torch.zeros(2, dtype=torch.int32),
+    )
+    with pytest.raises(ValueError, match=r"together, got only output_counts and seen_sizes"):
+        call(state=replace(batch.state, adjustments=counted))

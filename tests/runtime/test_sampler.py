@@ -210,3 +210,30 @@ def test_logprobs_are_those_of_log_softmax() -> None:
         for item, value in entry.items():
             assert value.logprob == pytest.approx(float(expected[row, item]), abs=1e-6)
             assert order[value.rank - 1] == item
+
+
+def test_the_tokens_of_a_penalised_row_are_listed_once_each_as_they_come() -> None:
+    """Of the prompt, of the output so far, and of each step; another request has its own."""
+    sampler = Sampler(3, CPU)
+    params = SamplingParams(temperature=0.0, repetition_penalty=1.01, seed=1)
+
+    def listed(row: int) -> list[int]:
+        adjustments = sampler.state.adjustments
+        assert adjustments is not None
+        assert adjustments.seen is not None
+        assert adjustments.seen_ids is not None
+        assert adjustments.seen_sizes is not None
+        ids = adjustments.seen_ids[row, : int(adjustments.seen_sizes[row])].tolist()
+        assert sorted(ids) == adjustments.seen[row].nonzero().squeeze(-1).tolist()
+        return ids
+
+    sampler.admit(1, [7, 5, 5, 2, 7], 3, params, ())
+    for position, token in ((5, 9), (6, 5), (7, 9), (8, 3)):
+        logits = torch.zeros(1, 12)
+        logits[0, token] = 4.0
+        assert sampler.sample(logits, [1], [position]).token_ids.tolist() == [token]
+    assert sorted(listed(1)[:3]) == [2, 5, 7]
+    assert listed(1)[3:] == [9, 3]
+    sampler.admit(1, [4, 4], 2, params, ())
+    sampler.sample(torch.arange(12.0)[None], [1], [2])
+    assert listed(1) == [4, 11]

@@ -127,11 +127,14 @@ def _check_adjustments(adjustments: Adjustments, max_rows: int, vocab: int) -> N
         "bias": (adjustments.bias, whole, torch.float32),
         "seen": (adjustments.seen, whole, torch.uint8),
         "output_counts": (adjustments.output_counts, whole, torch.int32),
+        "seen_ids": (adjustments.seen_ids, whole, torch.int32),
+        "seen_sizes": (adjustments.seen_sizes, (max_rows,), torch.int32),
     }
-    if (adjustments.seen is None) != (adjustments.output_counts is None):
+    together = ("seen", "output_counts", "seen_ids", "seen_sizes")
+    given = [name for name in together if wanted[name][0] is not None]
+    if 0 < len(given) < len(together):
         raise ValueError(
-            "sample_tokens: seen and output_counts go together, got only "
-            f"{'output_counts' if adjustments.seen is None else 'seen'}"
+            f"sample_tokens: {', '.join(together)} go together, got only {' and '.join(given)}"
         )
     for name, (tensor, shape, dtype) in wanted.items():
         if tensor is None:

@@ -55,10 +55,17 @@ def sample_tokens(
     positions += live
     if state.adjustments is not None and state.adjustments.output_counts is not None:
         assert state.adjustments.seen is not None, "goes with output_counts"
+        assert state.adjustments.seen_ids is not None, "goes with output_counts"
+        assert state.adjustments.seen_sizes is not None, "goes with output_counts"
         counted = (live & (state.adjustments.kinds[rows] & COUNTED > 0)).nonzero().squeeze(-1)
         at = rows[counted], tokens[counted]
         state.adjustments.output_counts[at] += 1
+        unseen = counted[state.adjustments.seen[at] == 0]
         state.adjustments.seen[at] |= GENERATED
+        own = rows[unseen]
+        ends = state.adjustments.seen_sizes[own].to(torch.int64)
+        state.adjustments.seen_ids[own, ends] = tokens[unseen].to(torch.int32)
+        state.adjustments.seen_sizes[own] += 1
     return tokens, status
 
 

@@ -40,6 +40,9 @@ class Adjustments:
             is ``PENALISED`` or ``COUNTED``.
         output_counts: ``[max_rows, V]`` int32, how often each token was generated; modified. None
             where ``seen`` is.
+        seen_ids: ``[max_rows, V]`` int32, the tokens whose ``seen`` is not 0, in any order and each
+            once, at the beginning of each row; modified. None where ``seen`` is.
+        seen_sizes: ``[max_rows]`` int32, how many these are; modified. None where ``seen`` is.
     """
 
     kinds: Tensor
@@ -48,6 +51,8 @@ class Adjustments:
     bias: Tensor | None = None
     seen: Tensor | None = None
     output_counts: Tensor | None = None
+    seen_ids: Tensor | None = None
+    seen_sizes: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,10 @@ histogram of them. In the fourth one program per row finds the histogram's bin t
 logit is in, and the logit among those few, and draws: the block, then the token. A row that nothing
 restricts is all above its bounds.
 
+Of a penalised row few tokens were seen, and a list has them. The first leaves out all that were
+seen, the third weighs all as if none had been; then both go through the list, and the third takes
+back what it weighed of those.
+
 The guess decides how long it takes, not what is chosen: if it was wrong, the fourth goes through
 the whole row. Weights are integers, whose sums do not depend on how they are parted. A launch reads
 what was there before the first while the launch before it still runs.
@@ -43,9 +47,10 @@ _LANES = 256
 _PARTS = 2
 _MANY_ROWS = 64
 _PARTS_OF_MANY = 8
-# Registers of a thread for many rows, so that more programs run at once: of those that weigh logits
-# that nothing adjusts, and of those that settle.
-_WEIGH_REGISTERS_OF_MANY = 40
+# Registers of a thread for many rows, so that more programs run at once: of those that read all
+# logits, if nothing adjusts these and if something does, and of those that settle.
+_READ_REGISTERS_OF_MANY = 40
+_ADJUST_REGISTERS_OF_MANY = 48
 _SETTLE_REGISTERS_OF_MANY = 64
 # The sample has one logit of this many, or of up to half as many, and at most so many.
 _SAMPLED = 40
@@ -82,6 +87,7 @@ _SCANNED = 2048
 # Low bits that are the same for all logits of a type once they are float32.
 _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
+_LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 _LEAST_TEMPERATURE: tl.constexpr = tl.constexpr(LEAST_TEMPERATURE)
 # Of those that are not -inf.
 _LEAST_LOGIT: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
@@ -120,6 +126,8 @@ class _Rows(NamedTuple):
     bias: Any
     seen: Any
     counts: Any
+    seen_ids: Any
+    seen_sizes: Any
 
 
 class _Chosen(NamedTuple):
@@ -230,7 +238,8 @@ def _steepness(numbers_ptr):
 
 @triton.jit
 def _weights(x, peak, steepness):
-    return tl.exp((x - peak) * steepness)
+    # By the steps of tl.exp, but for what is below 2**-126, which weighs nothing as an integer.
+    return tl.exp2((x - peak) * steepness * _LOG2_E)
 
 
 @triton.jit
@@ -255,21 +264,9 @@ def _limit(u, total):
 
 @triton.jit
 def _load_seen(rows, row, mode, cols, end):
-    """The notes of a penalised row on its tokens, 0 for those of others and from ``end`` on."""
-    seen = tl.zeros_like(cols)
-    if rows.kinds is not None:
-        end = tl.where(((mode // _KINDS) & 2) != 0, end, 0)
-        seen = tl.load(rows.seen + row * rows.vocab + cols, mask=cols < end, other=0)
-    return seen
-
-
-@triton.jit
-def _load_counts(rows, row, cols, seen):
-    """How often tokens were generated: few were, and memory is read for those alone."""
-    counts = tl.zeros_like(cols)
-    if rows.kinds is not None:
-        counts = tl.load(rows.counts + row * rows.vocab + cols, mask=seen >= 2, other=0)
-    return counts
+    """What was seen of a penalised row's tokens, 0 for those of others and from ``end`` on."""
+    end = tl.where(((mode // _KINDS) & 2) != 0, end, 0)
+    return tl.load(rows.seen + row * rows.vocab + cols, mask=cols < end, other=0)
 
 
 class _Penalties(NamedTuple):
@@ -307,21 +304,24 @@ def _penalise(x, penalties, seen, counts):
 
 
 @triton.jit
-def _adjust(x, rows, row, mode, penalties, cols, mask, seen, counts):
-    """The logits ``x`` of one row after what its mode says: bias, penalties, bans."""
+def _bias(x, rows, row, mode, cols, mask):
+    """The logits ``x`` of one row, and its bias if it has any."""
     if rows.kinds is not None:
-        adjusted = mode // _KINDS
-        if adjusted > 0:
-            is_biased = (adjusted & 1) != 0
-            if is_biased:
-                x += tl.load(rows.bias + row * rows.vocab + cols, mask=mask, other=0.0)
-            is_penalised = (adjusted & 2) != 0
-            if is_penalised:
-                x = _penalise(x, penalties, seen, counts)
-            if (adjusted & _BANNED) != 0:
-                for index in range(rows.ban_width):
-                    banned = tl.load(rows.ban_ids + row * rows.ban_width + index)
-                    x = tl.where(cols == banned, float("-inf"), x)
+        is_biased = ((mode // _KINDS) & 1) != 0
+        if is_biased:
+            x += tl.load(rows.bias + row * rows.vocab + cols, mask=mask, other=0.0)
+    return x
+
+
+@triton.jit
+def _ban(x, rows, row, mode, cols):
+    """The logits ``x`` of one row, -inf for tokens that are banned from it."""
+    if rows.kinds is not None:
+        is_banned = ((mode // _KINDS) & _BANNED) != 0
+        if is_banned:
+            for index in range(rows.ban_width):
+                banned = tl.load(rows.ban_ids + row * rows.ban_width + index)
+                x = tl.where(cols == banned, float("-inf"), x)
     return x
 
 
@@ -336,10 +336,59 @@ def _load_raw(rows, place, cols, end):
 def _load_logits(rows, place, row, mode, cols):
     """Adjusted logits of one row as float32, -inf beyond the vocabulary."""
     x = _load_raw(rows, place, cols, rows.vocab).to(tl.float32)
-    seen = _load_seen(rows, row, mode, cols, rows.vocab)
-    counts = _load_counts(rows, row, cols, seen)
-    penalties = _load_penalties(rows.numbers + row * 7)
-    return _adjust(x, rows, row, mode, penalties, cols, cols < rows.vocab, seen, counts)
+    x = _bias(x, rows, row, mode, cols, cols < rows.vocab)
+    if rows.kinds is not None:
+        seen = _load_seen(rows, row, mode, cols, rows.vocab)
+        # Few tokens were generated, and memory is read for those alone.
+        counts_ptr = rows.counts + row * rows.vocab + cols
+        counts = tl.load(counts_ptr, mask=seen >= 2, other=0)
+        x = _penalise(x, _load_penalties(rows.numbers + row * 7), seen, counts)
+    return _ban(x, rows, row, mode, cols)
+
+
+class _SeenTokens(NamedTuple):
+    """Some of a penalised row's seen tokens, one for each thread.
+
+    Attributes:
+        are_there: which of them are any.
+        ids: the tokens.
+        raw: the model's logits of them, -inf where there is none.
+        counts: how often they were generated.
+    """
+
+    are_there: Any
+    ids: Any
+    raw: Any
+    counts: Any
+
+
+@triton.jit
+def _seen_size(rows, row, mode):
+    """How many tokens were seen of a penalised row, 0 for others."""
+    is_penalised = ((mode // _KINDS) & 2) != 0
+    return tl.load(rows.seen_sizes + row, mask=is_penalised, other=0)
+
+
+@triton.jit
+def _load_seen_tokens(rows, place, row, start, size, LANES: tl.constexpr):
+    """Seen tokens from the one at ``start`` on, of ``size``."""
+    index = start + tl.arange(0, LANES)
+    are_there = index < size
+    ids = tl.load(rows.seen_ids + row * rows.vocab + index, mask=are_there, other=0)
+    raw_ptr = rows.logits + place * rows.stride + ids
+    raw = tl.load(raw_ptr, mask=are_there, other=float("-inf"))
+    counts = tl.load(rows.counts + row * rows.vocab + ids, mask=are_there, other=0)
+    return _SeenTokens(are_there, ids, raw, counts)
+
+
+@triton.jit
+def _adjust_seen(tokens, rows, row, mode, penalties):
+    """Logits of seen tokens as float32: what others would have there, and the penalised ones."""
+    x = tokens.raw.to(tl.float32)
+    x = _bias(x, rows, row, mode, tokens.ids, tokens.are_there)
+    penalised = _penalise(x, penalties, tl.where(tokens.counts > 0, 2, 1), tokens.counts)
+    x = _ban(x, rows, row, mode, tokens.ids)
+    return x, _ban(penalised, rows, row, mode, tokens.ids)
 
 
 @triton.jit
@@ -365,6 +414,73 @@ def _take(token, is_live, place, row, chosen, rows):
         tl.store(rows.counts + at, count + 1, mask=is_counted)
         seen = tl.load(rows.seen + at, mask=is_counted, other=0)
         tl.store(rows.seen + at, seen | 2, mask=is_counted)
+        is_new = is_counted & (seen == 0)
+        size = tl.load(rows.seen_sizes + row, mask=is_new, other=0)
+        tl.store(rows.seen_ids + row * rows.vocab + size, token, mask=is_new)
+        tl.store(rows.seen_sizes + row, size + 1, mask=is_new)
+
+
+class _Peaks(NamedTuple):
+    """Of what one lane read.
+
+    Attributes:
+        best: the largest logit.
+        first: the first token that has it.
+        weight: what all weigh beside it.
+    """
+
+    best: Any
+    first: Any
+    weight: Any
+
+
+@triton.jit
+def _track(peaks, x, cols, is_random, is_summed, powers, farthest, IN_ORDER: tl.constexpr):
+    """``peaks`` with more tokens.
+
+    Args:
+        peaks: of those before.
+        x: the logits.
+        cols: the tokens.
+        is_random: whether the first does not matter.
+        is_summed: whether the weights do.
+        powers: the reciprocal temperature, for powers of 2.
+        farthest: beside what is farther apart a logit weighs nothing.
+        IN_ORDER: whether the ids are larger than those before.
+    """
+    best, first, weight = peaks
+    is_more = x > best
+    if is_summed:
+        # One of the two has nothing to be multiplied with. Nothing weighs anything beside -inf.
+        distance = tl.minimum(tl.abs(x - tl.maximum(best, _LEAST_LOGIT)), farthest)
+        factor = tl.exp2(-distance * powers)
+        weight = tl.where(is_more, weight * factor + 1.0, weight + factor)
+    if is_random == 0:
+        if not IN_ORDER:
+            is_more = is_more | ((x == best) & (cols < first))
+        first = tl.where(is_more, cols, first)
+    return _Peaks(_larger(x, best), first, weight)
+
+
+@triton.jit
+def _larger(x, y):
+    """The larger ones; NaN is the largest."""
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _first_of_four(x, SIZE: tl.constexpr):
+    """Every fourth of ``x``, which stays in the thread that loaded it."""
+    even, _odd = tl.split(tl.reshape(x, (SIZE // 2, 2)))
+    first, _odd = tl.split(tl.reshape(even, (SIZE // 4, 2)))
+    return first
+
+
+@triton.jit
+def _one_of_four(x, other, LANES: tl.constexpr):
+    """``x`` as the first of four of each lane, the rest of which are ``other``."""
+    rest = tl.full((LANES,), 0, x.dtype) + other
+    return tl.reshape(tl.join(tl.join(x, rest), tl.join(rest, rest)), (4 * LANES,))
 
 
 @triton.jit
@@ -395,6 +511,9 @@ def _peaks_kernel(
     place = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     vocab = rows.vocab
+    # On its way while it is read what the row is.
+    start = block * (PART * PARTS)
+    next_x = _load_raw(rows, place, start + tl.arange(0, PART), vocab)
     row = tl.load(rows.rows + place)
     position = tl.load(positions_ptr + place)
     live = position >= 0
@@ -409,61 +528,72 @@ def _peaks_kernel(
         is_banned = position + 1 < tl.load(ban_ends_ptr + row)
         mode += _KINDS * (adjusted + tl.where(is_banned, _BANNED, 0))
     steepness = _steepness(numbers_ptr)
-    # For each lane: the largest, the first place that has it, and what the lane weighs beside it.
-    best = tl.full((PART,), float("-inf"), tl.float32)
-    first = block * (PART * PARTS) + tl.arange(0, PART)
-    raw_best = best
-    weight = tl.zeros((PART,), tl.float32)
-    size = tl.where(live, vocab, 0)
-    start = block * (PART * PARTS)
-    end = tl.minimum(start + PART * PARTS, size)
+    powers = steepness * _LOG2_E
+    # Beside what is farther apart a logit weighs nothing.
+    farthest = 1000.0 * tl.div_rn(1.0, tl.maximum(steepness, 1e-30))
     offsets = tl.arange(0, PART)
-    of = (rows, row, tl.where(live, mode, 0))
-    penalties = _load_penalties(numbers_ptr)
-    is_sampled = is_random & (mode % _KINDS >= _NUCLEUS)
     lanes = tl.arange(0, PART // 4)
+    raw_best = tl.full((PART,), float("-inf"), tl.float32)
+    peaks = _Peaks(raw_best, start + offsets, tl.zeros((PART,), tl.float32))
+    size = tl.where(live, vocab, 0)
+    end = tl.minimum(start + PART * PARTS, size)
+    live_mode = tl.where(live, mode, 0)
+    of = (rows, row, live_mode)
+    is_sampled = is_random & (mode % _KINDS >= _NUCLEUS)
     picked_end = tl.where(is_sampled, end, 0)
     sample_ptr = found.sample + place * SAMPLE + lanes // DISTANCE
-    next_x = _load_raw(rows, place, start + offsets, end)
-    # Two parts ahead, for what is read of a token depends on what was seen of it.
-    next_seen = _load_seen(*of, start + offsets, end)
-    second_seen = _load_seen(*of, start + PART + offsets, end)
-    next_counts = _load_counts(rows, row, start + offsets, next_seen)
+    if rows.kinds is not None:
+        is_moved = ((live_mode // _KINDS) & (_BANNED + 1)) != 0
+        seen_size = _seen_size(*of)
+        seen_start = block * (PART // 4)
+        tokens = _load_seen_tokens(rows, place, row, seen_start, seen_size, PART // 4)
+        next_seen = _load_seen(*of, start + offsets, end)
     for part in range(PARTS):
         cols = start + part * PART + offsets
         x = next_x.to(tl.float32)
-        seen = next_seen
-        counts = next_counts
         next_x = _load_raw(rows, place, cols + PART, end)
-        next_seen = second_seen
-        second_seen = _load_seen(*of, cols + 2 * PART, end)
-        next_counts = _load_counts(rows, row, cols + PART, next_seen)
-        # A comparison loses NaN, infinity wins it.
-        x = tl.where(x == x, x, float("inf"))
+        is_picked = (lanes % DISTANCE == 0) & (start + part * PART + 4 * lanes < picked_end)
         if rows.kinds is not None:
-            raw_best = tl.maximum(raw_best, x)
-            x = _adjust(x, *of, penalties, cols, cols < size, seen, counts)
-            x = tl.where(x == x, x, float("inf"))
+            seen = next_seen
+            next_seen = _load_seen(*of, cols + PART, end)
+            if is_moved:
+                raw_best = _larger(raw_best, x)
+                x = _ban(_bias(x, *of, cols, cols < size), *of, cols)
+            x = tl.where(seen == 0, x, float("-inf"))
+            is_picked = is_picked & (_first_of_four(seen, PART) == 0)
         if PICKS > 0:
-            even, _odd = tl.split(tl.reshape(x, (PART // 2, 2)))
-            picked, _odd = tl.split(tl.reshape(even, (PART // 4, 2)))
             at = (block * PARTS + part) * PICKS
-            is_there = (lanes % DISTANCE == 0) & (start + part * PART + 4 * lanes < picked_end)
-            tl.store(sample_ptr + at, picked, mask=is_there)
-        is_more = x > best
-        if is_summed:
-            # One of the two has nothing to be multiplied with.
-            distance = tl.abs(x - tl.maximum(best, _LEAST_LOGIT))
-            distance = tl.where(best > float("-inf"), distance, float("inf"))
-            factor = tl.exp(-distance * steepness)
-            weight = tl.where(is_more, weight * factor + 1.0, weight + factor)
-        best = tl.where(is_more, x, best)
-        first = tl.where(is_more, cols, first)
+            tl.store(sample_ptr + at, _first_of_four(x, PART), mask=is_picked)
+        peaks = _track(peaks, x, cols, is_random, is_summed, powers, farthest, True)
+    if rows.kinds is not None:
+        if is_moved == 0:
+            raw_best = peaks.best
+        penalties = _load_penalties(numbers_ptr)
+        sampled_ids = tl.where(is_sampled, vocab, 0)
+        while seen_start < seen_size:
+            _before, x = _adjust_seen(tokens, *of, penalties)
+            raw = _one_of_four(tokens.raw.to(tl.float32), float("-inf"), PART // 4)
+            raw_best = _larger(raw_best, raw)
+            x = tl.where(tokens.are_there, x, float("-inf"))
+            ids = tl.where(tokens.are_there, tokens.ids, vocab)
+            if PICKS > 0:
+                lane = ids % PART // 4
+                at = place * SAMPLE + ids // PART * PICKS + lane // DISTANCE
+                is_picked = (ids % 4 == 0) & (lane % DISTANCE == 0) & (ids < sampled_ids)
+                tl.store(found.sample + at, x, mask=is_picked)
+            x = _one_of_four(x, float("-inf"), PART // 4)
+            ids = _one_of_four(ids, vocab, PART // 4)
+            peaks = _track(peaks, x, ids, is_random, is_summed, powers, farthest, False)
+            seen_start += num_blocks * (PART // 4)
+            tokens = _load_seen_tokens(rows, place, row, seen_start, seen_size, PART // 4)
+    best, first, weight = peaks
+    best = tl.where(best == best, best, float("inf"))
     here = place * num_blocks
     peak = tl.max(best, axis=0)
     tl.store(best_ptr + here + block, peak)
     tl.store(place_ptr + here + block, tl.min(tl.where(best == peak, first, vocab), axis=0))
     if rows.kinds is not None:
+        raw_best = tl.where(raw_best == raw_best, raw_best, float("inf"))
         tl.store(raw_best_ptr + here + block, tl.max(raw_best, axis=0))
     if is_summed:
         # A block may have nothing but -inf.
@@ -502,7 +632,8 @@ def _peaks_kernel(
                 total = tl.sum(sums * _weights(bests, peak, steepness), axis=0)
                 tl.store(found.totals + place, total)
         else:
-            _take(token, live, place, row, chosen, rows)
+            # Of a random row without a finite logit any token, which means nothing.
+            _take(tl.minimum(token, vocab - 1), live, place, row, chosen, rows)
 
 
 @triton.jit
@@ -510,7 +641,9 @@ def _bounds_kernel(
     rows,
     found,
     farthest,
+    num_blocks,
     PART: tl.constexpr,
+    BLOCK_BLOCKS: tl.constexpr,
     SAMPLE: tl.constexpr,
     PICKS: tl.constexpr,
     DISTANCE: tl.constexpr,
@@ -526,6 +659,9 @@ def _bounds_kernel(
     launch_dependents(PDL)
     mode = tl.load(found.modes + place)
     kind = mode % _KINDS
+    if rows.kinds is not None:
+        blocks = tl.arange(0, BLOCK_BLOCKS)
+        tl.store(found.masses + place * num_blocks + blocks, 0, mask=blocks < num_blocks)
     if kind >= _NUCLEUS:
         tl.store(found.bins + (place << BIN_BITS) + tl.arange(0, 1 << BIN_BITS), 0)
         peak = tl.load(found.peaks + place)
@@ -636,34 +772,55 @@ class _Bounds(NamedTuple):
 
 
 @triton.jit
-def _is_between(x, bounds, HAS_ABOVE: tl.constexpr):
+def _is_between(x, cols, rows, row, may_be_seen, bounds, HAS_ABOVE: tl.constexpr):
+    """Which logits are between the bounds and of tokens that were not seen.
+
+    ``may_be_seen``: whether there are any in the row, for each thread.
+    """
     between = x >= bounds.lower
     if HAS_ABOVE:
         between = between & (x < bounds.upper)
+    if rows.kinds is not None:
+        # Few are, and memory is read for those alone.
+        seen_ptr = rows.seen + row * rows.vocab + cols
+        seen = tl.load(seen_ptr, mask=between & may_be_seen, other=0)
+        between = between & (seen == 0)
     return between
 
 
 @triton.jit
-def _gather_lanes(x, cols, masses, to, bounds, KIND: tl.constexpr, HAS_ABOVE: tl.constexpr):
-    """Gather one logit for each thread at the places ``to``; returns the places after them."""
-    between = _is_between(x, bounds, HAS_ABOVE)
+def _gather_lanes(x, cols, measure, between, to, bounds):
+    """Gather one logit for each thread at the places ``to``; returns the places after them.
+
+    ``between``: which of them are gathered; ``measure``: what each adds to the histogram.
+    """
     entry = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | cols.to(tl.int64)
     tl.store(bounds.candidates_ptr + to, entry, mask=between & (to < bounds.most))
     distance = bounds.last_key - (_key(x) >> bounds.shift)
     at = (distance.to(tl.uint32, bitcast=True) >> bounds.bits).to(tl.int32)
-    measure = masses if KIND == _NUCLEUS else tl.full(x.shape, 1, tl.int64)
     tl.atomic_add(bounds.bins_ptr + at, measure, mask=between, sem="relaxed")
     return to + between.to(tl.int32)
 
 
 @triton.jit
-def _weigh_lanes(x, bounds, sums, KIND: tl.constexpr, HAS_ABOVE: tl.constexpr):
+def _weigh(x, rows, bounds):
+    """Weights of the logits ``x``, and masses.
+
+    A logit that a penalty makes smaller may be above the largest, and weighs what that does.
+    """
+    if rows.kinds is not None:
+        x = tl.minimum(x, bounds.peak)
+    weights = _weights(x, bounds.peak, bounds.steepness)
+    return weights, _masses(weights, bounds.one)
+
+
+@triton.jit
+def _weigh_lanes(x, rows, bounds, sums, KIND: tl.constexpr, HAS_ABOVE: tl.constexpr):
     """Weigh one logit for each thread; returns ``sums`` with them, as _weigh_block, and masses."""
     measure, above_mass, drawable = sums
     masses = tl.zeros(x.shape, tl.int64)
     if HAS_ABOVE or KIND == _NUCLEUS:
-        weights = _weights(x, bounds.peak, bounds.steepness)
-        masses = _masses(weights, bounds.one)
+        weights, masses = _weigh(x, rows, bounds)
         if KIND == _NUCLEUS:
             measure += masses
         if HAS_ABOVE:
@@ -676,6 +833,8 @@ def _weigh_lanes(x, bounds, sums, KIND: tl.constexpr, HAS_ABOVE: tl.constexpr):
             if KIND == _NUCLEUS:
                 above_mass += over
             drawable += tl.where(weights >= bounds.min_p, over, 0)
+    if KIND != _NUCLEUS:
+        masses = tl.full(x.shape, 1, tl.int64)
     return (measure, above_mass, drawable), masses
 
 
@@ -695,6 +854,8 @@ def _weigh_block(
 ):
     """Gather and weigh the logits of a block, four at a time for each thread.
 
+    Seen tokens of a penalised row are weighed as if they were not penalised, and not gathered.
+
     Args:
         raw: those that are first, as the model gave them.
 
@@ -708,43 +869,76 @@ def _weigh_block(
     sums = (zeros, zeros, zeros)
     end = tl.minimum(start + 4 * LANES * PARTS, rows.vocab)
     next_x = raw
-    penalties = _load_penalties(rows.numbers + row * 7)
-    next_seen = _load_seen(rows, row, mode, start + offsets, end)
-    second_seen = _load_seen(rows, row, mode, start + 4 * LANES + offsets, end)
-    next_counts = _load_counts(rows, row, start + offsets, next_seen)
+    may_be_seen = lanes < tl.where(((mode // _KINDS) & 2) != 0, LANES, 0)
+    between_of = (rows, row, may_be_seen, bounds, HAS_ABOVE)
     for part in range(PARTS):
         cols = start + part * 4 * LANES + offsets
         x = next_x.to(tl.float32)
-        seen = next_seen
-        counts = next_counts
         # The next are on their way meanwhile.
         next_x = _load_raw(rows, place, cols + 4 * LANES, end)
-        next_seen = second_seen
-        second_seen = _load_seen(rows, row, mode, cols + 8 * LANES, end)
-        next_counts = _load_counts(rows, row, cols + 4 * LANES, next_seen)
-        x = _adjust(x, rows, row, mode, penalties, cols, cols < rows.vocab, seen, counts)
+        x = _bias(x, rows, row, mode, cols, cols < rows.vocab)
+        x = _ban(x, rows, row, mode, cols)
         # So parted, all stays in the thread that loaded it.
         even, odd = tl.split(tl.reshape(x, (2 * LANES, 2)))
         x0, x2 = tl.split(tl.reshape(even, (LANES, 2)))
         x1, x3 = tl.split(tl.reshape(odd, (LANES, 2)))
-        sums, masses0 = _weigh_lanes(x0, bounds, sums, KIND, HAS_ABOVE)
-        sums, masses1 = _weigh_lanes(x1, bounds, sums, KIND, HAS_ABOVE)
-        sums, masses2 = _weigh_lanes(x2, bounds, sums, KIND, HAS_ABOVE)
-        sums, masses3 = _weigh_lanes(x3, bounds, sums, KIND, HAS_ABOVE)
+        sums, measure0 = _weigh_lanes(x0, rows, bounds, sums, KIND, HAS_ABOVE)
+        sums, measure1 = _weigh_lanes(x1, rows, bounds, sums, KIND, HAS_ABOVE)
+        sums, measure2 = _weigh_lanes(x2, rows, bounds, sums, KIND, HAS_ABOVE)
+        sums, measure3 = _weigh_lanes(x3, rows, bounds, sums, KIND, HAS_ABOVE)
         if KIND != _WHOLE:
-            size = _is_between(x0, bounds, HAS_ABOVE).to(tl.int32)
-            size += _is_between(x1, bounds, HAS_ABOVE).to(tl.int32)
-            size += _is_between(x2, bounds, HAS_ABOVE).to(tl.int32)
-            size += _is_between(x3, bounds, HAS_ABOVE).to(tl.int32)
+            first = start + part * 4 * LANES + 4 * lanes
+            between0 = _is_between(x0, first, *between_of)
+            between1 = _is_between(x1, first + 1, *between_of)
+            between2 = _is_between(x2, first + 2, *between_of)
+            between3 = _is_between(x3, first + 3, *between_of)
+            size = between0.to(tl.int32) + between1.to(tl.int32)
+            size += between2.to(tl.int32) + between3.to(tl.int32)
             # Few threads have any, and in any order.
             sizes_ptr = bounds.size_ptr + tl.zeros_like(lanes)
             to = tl.atomic_add(sizes_ptr, size, mask=size > 0, sem="relaxed")
-            first = start + part * 4 * LANES + 4 * lanes
-            to = _gather_lanes(x0, first, masses0, to, bounds, KIND, HAS_ABOVE)
-            to = _gather_lanes(x1, first + 1, masses1, to, bounds, KIND, HAS_ABOVE)
-            to = _gather_lanes(x2, first + 2, masses2, to, bounds, KIND, HAS_ABOVE)
-            to = _gather_lanes(x3, first + 3, masses3, to, bounds, KIND, HAS_ABOVE)
+            to = _gather_lanes(x0, first, measure0, between0, to, bounds)
+            to = _gather_lanes(x1, first + 1, measure1, between1, to, bounds)
+            to = _gather_lanes(x2, first + 2, measure2, between2, to, bounds)
+            to = _gather_lanes(x3, first + 3, measure3, between3, to, bounds)
     return sums
+
+
+@triton.jit
+def _correct(sums, tokens, rows, row, mode, bounds, masses_ptr, BLOCK: tl.constexpr):
+    """Weigh seen tokens by their penalised logits, and not as _weigh_block did; gather them.
+
+    Args:
+        sums: of the tokens that one thread weighed, as of _weigh_block.
+        tokens: those seen.
+        rows: the inputs.
+        row: of the persistent batch.
+        mode: as in ``_Found``.
+        bounds: the arguments of the launch.
+        masses_ptr: what tokens weigh that can be drawn, by block.
+    """
+    measure, above_mass, drawable = sums
+    is_nucleus = mode % _KINDS == _NUCLEUS
+    before, x = _adjust_seen(tokens, rows, row, mode, _load_penalties(rows.numbers + row * 7))
+    old_weights, old_masses = _weigh(before, rows, bounds)
+    weights, masses = _weigh(x, rows, bounds)
+    was_above = before >= bounds.upper
+    is_above = x >= bounds.upper
+    number = is_above.to(tl.int64) - was_above.to(tl.int64)
+    measure += tl.where(is_nucleus, masses - old_masses, number)
+    old_over = tl.where(was_above, old_masses, 0)
+    over = tl.where(is_above, masses, 0)
+    above_mass += over - old_over
+    change = tl.where(weights >= bounds.min_p, over, 0)
+    change -= tl.where(old_weights >= bounds.min_p, old_over, 0)
+    # Their blocks are any.
+    is_changed = tokens.are_there & (change != 0)
+    tl.atomic_add(masses_ptr + tokens.ids // BLOCK, change, mask=is_changed, sem="relaxed")
+    between = tokens.are_there & (x >= bounds.lower) & (x < bounds.upper)
+    sizes_ptr = bounds.size_ptr + tl.zeros_like(tokens.ids)
+    to = tl.atomic_add(sizes_ptr, 1, mask=between, sem="relaxed")
+    _gather_lanes(x, tokens.ids, tl.where(is_nucleus, masses, 1), between, to, bounds)
+    return measure, above_mass, drawable
 
 
 @triton.jit
@@ -767,12 +961,18 @@ def _weigh_kernel(
     numbers_ptr = rows.numbers + row * 7
     end = tl.minimum(start + 4 * LANES, tl.where(tl.load(numbers_ptr) > 0, rows.vocab, 0))
     raw = _load_raw(rows, place, start + tl.arange(0, 4 * LANES), end)
+    # The launch before has waited, so that what the first left is there.
+    mode = tl.load(found.modes + place)
+    if rows.kinds is not None:
+        seen_size = _seen_size(rows, row, mode)
+        seen_start = block * LANES
+        tokens = _load_seen_tokens(rows, place, row, seen_start, seen_size, LANES)
     wait(PDL)
     launch_dependents(PDL)
-    mode = tl.load(found.modes + place)
     if mode != _DONE:
         kind = mode % _KINDS
         sums_ptr = found.sums + place * _SUMS
+        masses_ptr = found.masses + place * num_blocks
         lower = tl.load(found.bounds + place * 3)
         upper = tl.load(found.bounds + place * 3 + 1)
         peak = tl.load(found.peaks + place)
@@ -794,25 +994,42 @@ def _weigh_kernel(
             tl.load(numbers_ptr + 3).to(tl.float32),
         )
         of = (rows, place, row, mode, start, raw, bounds)
+        measure = tl.zeros((LANES,), tl.int64)
+        above_mass = tl.zeros((LANES,), tl.int64)
         drawable = tl.zeros((LANES,), tl.int64)
         if kind == _WHOLE:
             _, _, drawable = _weigh_block(*of, LANES, PARTS, _WHOLE, True)
-        else:
-            measure = tl.zeros((LANES,), tl.int64)
-            above_mass = tl.zeros((LANES,), tl.int64)
-            if upper < float("inf"):
-                if kind == _NUCLEUS:
-                    measure, above_mass, drawable = _weigh_block(*of, LANES, PARTS, _NUCLEUS, True)
-                else:
-                    measure, above_mass, drawable = _weigh_block(*of, LANES, PARTS, _LIMITED, True)
+        elif upper < float("inf"):
+            if kind == _NUCLEUS:
+                measure, above_mass, drawable = _weigh_block(*of, LANES, PARTS, _NUCLEUS, True)
             else:
-                if kind == _NUCLEUS:
-                    measure, above_mass, drawable = _weigh_block(*of, LANES, PARTS, _NUCLEUS, False)
-                else:
-                    measure, above_mass, drawable = _weigh_block(*of, LANES, PARTS, _LIMITED, False)
+                measure, above_mass, drawable = _weigh_block(*of, LANES, PARTS, _LIMITED, True)
+        elif kind == _NUCLEUS:
+            measure, above_mass, drawable = _weigh_block(*of, LANES, PARTS, _NUCLEUS, False)
+        else:
+            measure, above_mass, drawable = _weigh_block(*of, LANES, PARTS, _LIMITED, False)
+        if rows.kinds is not None:
+            while seen_start < seen_size:
+                measure, above_mass, drawable = _correct(
+                    (measure, above_mass, drawable),
+                    tokens,
+                    rows,
+                    row,
+                    mode,
+                    bounds,
+                    masses_ptr,
+                    4 * LANES * PARTS,
+                )
+                seen_start += num_blocks * LANES
+                tokens = _load_seen_tokens(rows, place, row, seen_start, seen_size, LANES)
+        if kind != _WHOLE:
             tl.atomic_add(sums_ptr, tl.sum(measure, axis=0), sem="relaxed")
             tl.atomic_add(sums_ptr + 1, tl.sum(above_mass, axis=0), sem="relaxed")
-        tl.store(found.masses + place * num_blocks + block, tl.sum(drawable, axis=0))
+        drawn = tl.sum(drawable, axis=0)
+        if rows.kinds is None:
+            tl.store(masses_ptr + block, drawn)
+        else:
+            tl.atomic_add(masses_ptr + block, drawn, sem="relaxed")
 
 
 class _Logits(NamedTuple):
@@ -1159,10 +1376,11 @@ def sample_tokens(
     bits = mass_bits(vocab)
     one = 2.0**bits
     adjustments = state.adjustments
-    kinds = ban_ids = ban_ends = bias = seen = output_counts = None
+    kinds = ban_ids = ban_ends = bias = seen = output_counts = seen_ids = seen_sizes = None
     if adjustments is not None:
         kinds, ban_ids, ban_ends = adjustments.kinds, adjustments.ban_ids, adjustments.ban_ends
         bias, seen, output_counts = adjustments.bias, adjustments.seen, adjustments.output_counts
+        seen_ids, seen_sizes = adjustments.seen_ids, adjustments.seen_sizes
         # Kernels take long to compile, so that those of all adjustments are the same. What is not
         # there is in no row's kind, and so nothing is read of what is given for it.
         if bias is None:
@@ -1170,6 +1388,7 @@ def sample_tokens(
         if seen is None or output_counts is None:
             seen = torch.empty(1, dtype=torch.uint8, device=device)
             output_counts = torch.empty(1, dtype=torch.int32, device=device)
+            seen_ids = seen_sizes = output_counts
     given = _Rows(
         logits=logits,
         stride=logits.stride(0),
@@ -1182,6 +1401,8 @@ def sample_tokens(
         bias=bias,
         seen=seen,
         counts=output_counts,
+        seen_ids=seen_ids,
+        seen_sizes=seen_sizes,
     )
     chosen = _Chosen(tokens, last_tokens)
     is_many = num_rows >= _MANY_ROWS
@@ -1216,12 +1437,12 @@ def sample_tokens(
         **pdl_options(device),
     }
     shape = {"PARTS": parts, "num_warps": _LANES // 32}
-    weighing: dict[str, int] = {}
+    reading: dict[str, int] = {}
     settling: dict[str, int] = {}
     if is_many:
+        plain = adjustments is None
+        reading["maxnreg"] = _READ_REGISTERS_OF_MANY if plain else _ADJUST_REGISTERS_OF_MANY
         settling["maxnreg"] = _SETTLE_REGISTERS_OF_MANY
-        if adjustments is None:
-            weighing["maxnreg"] = _WEIGH_REGISTERS_OF_MANY
     _peaks_kernel[(num_rows, blocks)](
         given,
         chosen,
@@ -1240,13 +1461,16 @@ def sample_tokens(
         BLOCK_BLOCKS=triton.next_power_of_2(blocks),
         **sample,
         **shape,
+        **reading,
         **common,
     )
     _bounds_kernel[(num_rows,)](
         given,
         found,
         bits * math.log(2) + 1,
+        blocks,
         PART=4 * _LANES,
+        BLOCK_BLOCKS=triton.next_power_of_2(blocks),
         BINS=_SAMPLE_BINS,
         BIN_BITS=_BIN_BITS,
         num_warps=max(4, sampled // _SAMPLED_BY_WARP),
@@ -1263,7 +1487,7 @@ def sample_tokens(
         UNUSED_BITS=_UNUSED_BITS[logits.dtype],
         BIN_BITS=_BIN_BITS,
         **shape,
-        **weighing,
+        **reading,
         **common,
     )
     _settle_kernel[(num_rows,)](

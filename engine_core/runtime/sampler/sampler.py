@@ -377,16 +377,29 @@ class Sampler:
         assert adjustments is not None, "made at admission"
         shape = (self._max_rows, vocab_size)
         if params.has_penalties:
+            if adjustments.seen is None:
+                counts, seen_ids = torch.zeros((2, *shape), dtype=torch.int32, device=self._device)
+                adjustments = replace(
+                    adjustments,
+                    seen=torch.zeros(shape, dtype=torch.uint8, device=self._device),
+                    output_counts=counts,
+                    seen_ids=seen_ids,
+                    seen_sizes=torch.zeros_like(adjustments.kinds),
+                )
             seen, counts = adjustments.seen, adjustments.output_counts
-            if seen is None or counts is None:
-                seen = torch.zeros(shape, dtype=torch.uint8, device=self._device)
-                counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
-                adjustments = replace(adjustments, seen=seen, output_counts=counts)
+            seen_ids, seen_sizes = adjustments.seen_ids, adjustments.seen_sizes
+            assert seen is not None, "made just now or before"
+            assert counts is not None, "made with seen"
+            assert seen_ids is not None, "made with seen"
+            assert seen_sizes is not None, "made with seen"
             seen[row].zero_().index_fill_(0, self._tensor(request.prompt), PROMPTED)
             output = self._tensor(request.output)
             seen[row, output] |= GENERATED
             counts = counts[row].zero_()
             counts.index_put_((output,), counts.new_ones(()), accumulate=True)
+            ids = sorted({*request.prompt, *request.output})
+            seen_ids[row, : len(ids)] = self._tensor(ids).to(torch.int32)
+            seen_sizes[row].fill_(len(ids))
         if request.biased:
             if adjustments.bias is None:
                 bias = torch.zeros(shape, dtype=torch.float32, device=self._device)
