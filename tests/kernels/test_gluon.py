@@ -271,24 +271,31 @@ def rounded_once(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x.float(), weight.float(), wide).to(x.dtype)
 
 
-@pytest.mark.parametrize(("dtype", "has_bias"), [(torch.bfloat16, True), (torch.float16, False)])
+@pytest.mark.parametrize(
+    ("dtype", "has_bias", "columns"), [(torch.bfloat16, True, 64), (torch.float16, False, 128)]
+)
 def test_gate_and_up_are_tried_on_a_case_that_torch_solves(
-    dtype: torch.dtype, has_bias: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    has_bias: bool,
+    columns: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tried = Tried("linear", tmp_path, monkeypatch)
 
-    def right(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def right(x: Tensor, weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
         assert (bias is not None) == has_bias
+        assert width == columns
         return silu_and_mul(rounded_once(x, weight, bias))
 
-    def leaves_the_last_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = right(x, weight, bias)
+    def leaves_the_last_row(x: Tensor, weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
+        out = right(x, weight, bias, width)
         out[-1] = 0
         return out
 
-    like = torch.empty((1, 64), dtype=dtype)
-    assert tried.trusts("gated_linear", right, like, has_bias)
-    assert not tried.trusts("gated_linear", leaves_the_last_row, like, has_bias)
+    given = (torch.empty((1, 64), dtype=dtype), has_bias, True, columns)
+    assert tried.trusts("gated_linear", right, *given)
+    assert not tried.trusts("gated_linear", leaves_the_last_row, *given)
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -506,6 +513,7 @@ def test_hoppers_own_kernels_pass_their_trials(
         (attention, (like(8, 128), 8, 256, True)),
         *((attention, (like(6, width), 3, 64, True)) for width in (72, 80, 96, 192, 256)),
         *((linear, (like(1, 64)[0], *kind)) for kind in product((False, True), repeat=2)),
+        *((linear, (like(1, 64)[0], has_bias, True, 64)) for has_bias in (False, True)),
         *((codes, (like(1, 4096)[0], weight, tile, ending)) for ending in ENDINGS),
         *(
             (blocks, (like(16, 4096)[0], of_blocks(name, dtype, "cuda"), many, ending))
@@ -537,7 +545,7 @@ def test_what_a_trial_allows_is_what_tests_allow() -> None:
 
 # Of each kernel the forms that differ most, each of which takes seconds.
 EACH_KIND = (
-    *("heads-48", "gated-bias", "segments-64", "codes-gated-1", "blocks-gated-1"),
+    *("heads-48", "gated-bias", "gated-narrow", "segments-64", "codes-gated-1", "blocks-gated-1"),
     *("products-parts-96", "held-gated-8"),
 )
 MORE_FORMS = (

@@ -475,7 +475,7 @@ def hopper() -> ModuleType:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("width", [None, 64, 128])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
@@ -487,18 +487,28 @@ def hopper() -> ModuleType:
     ],
 )
 def test_activated_linear_on_hopper(
-    rows: int, n: int, k: int, dtype: torch.dtype, with_bias: bool, gated: bool, hopper: ModuleType
+    rows: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    with_bias: bool,
+    width: int | None,
+    hopper: ModuleType,
 ) -> None:
+    """By tiles of so many columns if it is gated."""
     x, weight, bias = case(rows, n, k, dtype, "cuda")
     assert hopper.fits(x, weight)
     given = x, weight, bias if with_bias else None
-    op = hopper.gated_linear if gated else hopper.quick_gelu_linear
-    got = op(*given)
-    expected = torch.cat([formula(part, *given[1:], gated) for part in x.split(1024)])
-    if not gated:
+    if width is None:
+        op, sizes = hopper.quick_gelu_linear, ()
+    else:
+        op, sizes = hopper.gated_linear, (width,)
+    got = op(*given, *sizes)
+    expected = torch.cat([formula(part, *given[1:], width is not None) for part in x.split(1024)])
+    if width is None:
         expected = activated(expected, "quick_gelu", False)
     assert error(got, expected) < TOLERANCE[dtype]
-    assert torch.equal(op(*given), got)
+    assert torch.equal(op(*given, *sizes), got)
 
 
 @pytest.mark.gpu
@@ -564,6 +574,9 @@ def test_gated_linear_on_hopper_leaves_what_it_does_not_fit(hopper: ModuleType) 
         (37888, 3584, (8192,), (128, 256, 512)),
         (17920, 1536, (128, 8192), (256,)),
         (9728, 896, (256, 1024, 2048, 4096, 8192), (96, 128, 192, 512)),
+        (16384, 2048, (96, 100, 128), (64, 65, 95, 129, 200)),
+        (11264, 2048, (100,), (80, 200)),
+        (9728, 2560, (), (100,)),
     ],
 )
 def test_the_gated_linear_on_hopper_is_used_where_it_was_seen_to_be_faster(
@@ -573,6 +586,27 @@ def test_the_gated_linear_on_hopper_is_used_where_it_was_seen_to_be_faster(
     assert [count for count in sorted(rows + worse) if tiles.hopper_wins(count, n, k, 132)] == [
         *rows
     ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "width"),
+    [
+        *[(96, 16384, 64), (128, 16384, 64), (100, 11264, 64), (80, 16384, 128)],
+        *[(160, 16384, 128), (100, 9728, 128), (100, 17920, 128), (100, 37888, 128)],
+    ],
+)
+def test_the_gated_linear_on_hopper_has_narrower_tiles_where_they_are_one_turn(
+    rows: int, n: int, width: int
+) -> None:
+    assert tiles.gated_width(rows, n, 132) == width
+
+
+def test_most_multiprocessors_have_a_program_of_the_tile_of_gate_and_up() -> None:
+    """That of the portable kernel: fewer took half as long again as cuBLAS."""
+    for n, taken in ((16384, False), (22016, False), (28672, True)):
+        tile = tiles.choose_tile(80, n, 4096, True, HOPPER)
+        assert (tile is not None) == taken
+        assert tile is None or n // 2 // tile.block_n >= 0.75 * 132
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,10 @@ def linear(
         from engine_core.kernels.linear.hopper import triton as hopper
 
         rows = values.view(-1, values.shape[-1])
-        out = (hopper.gated_linear if gated else hopper.quick_gelu_linear)(rows, weight, bias)
+        if gated:
+            out = hopper.gated_linear(rows, weight, bias, _gated_width(rows, weight))
+        else:
+            out = hopper.quick_gelu_linear(rows, weight, bias)
         return out.view(*values.shape[:-1], out.shape[-1])
     if tile is not None:
         from engine_core.kernels.linear import triton
@@ -549,7 +552,17 @@ def _hopper_wins(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) ->
     from engine_core.kernels.linear.hopper import triton as hopper
 
     x = x.view(-1, k)
-    return hopper.fits(x, weight) and hopper.is_trusted(x, bias is not None, gated)
+    if not hopper.fits(x, weight):
+        return False
+    width = _gated_width(x, weight) if gated else hopper.WIDE
+    return hopper.is_trusted(x, bias is not None, gated, width)
+
+
+def _gated_width(x: Tensor, weight: Tensor) -> int:
+    """Columns of a tile of the kernel for Hopper."""
+    gpu = gpu_of(x.device)
+    assert gpu is not None, "it is for a kind of GPU"
+    return tiles.gated_width(len(x), len(weight), gpu.num_multiprocessors)
 
 
 def _cublas_activates(x: Tensor, weight: Tensor) -> bool:

@@ -106,8 +106,9 @@ _HOPPER_TILES = (
     Shapes(True, (17, 32), (8192, 1 << 20), (2048, 1 << 15), Tile(64, 128, 1, "wx", 4, 4, 256)),
     Shapes(True, (2, 64), (8192, 1 << 20), (2048, 1 << 15), Tile(64, 128, 1, "wx", 4, 4)),
     # One turn of 132 multiprocessors, where Hopper's kernel does not take them: 37888x3584 takes
-    # more, and 117 us where cuBLAS with an activation takes 79.
-    Shapes(True, (65, 128), (16384, 33792), (2048, 1 << 15), Tile(128, 64, 1, "xw", 8, 4, 256)),
+    # more, and 117 us where cuBLAS with an activation takes 79. So does what leaves many without a
+    # program: 80 rows by 16384x2048 28.6, 21.8; by 16384x3072 40.5, 29.7.
+    Shapes(True, (65, 128), (25344, 33792), (2048, 1 << 15), Tile(128, 64, 1, "xw", 8, 4, 256)),
     # 9728x896: 1 row 1002, 914; 16 rows 1119, 1020; 32 rows 1246, 1144; 64 rows 1357, 1273.
     Shapes(True, (1, 16), (4096, 1 << 20), (512, 2047), Tile(64, 128, 1, "wx", 4, 4)),
     Shapes(True, (17, 64), (4096, 1 << 20), (512, 2047), Tile(64, 64, 1, "wx", 4, 6, 256)),
@@ -594,6 +595,20 @@ def choose_invariant_tile(
 _ACTIVATION = {True: 262, False: 350}
 
 
+def gated_width(rows: int, n: int, programs: int) -> int:
+    """Columns of a tile of Hopper's gate and up, of ``n`` rows of the weight: 64 or 128.
+
+    Half as many where wider tiles leave half of the programs without one, and these few. us on an
+    H200 of cuBLAS and an activation and of tiles of 128 and 64. 16384x2048: 65 rows 21.5, 23.7,
+    22.2; 80 rows 21.8, 23.8, 20.6; 100 rows 22.7, 23.8, 19.9; 128 rows 23.5, 24.1, 20.0; 160 rows
+    24.6, 28.2, 38.8. 16384x3072: 80 rows 29.7, 33.8, 30.8; 128 rows 31.9, 34.0, 27.8. 12288x2048:
+    80 rows 17.5, 22.3, 18.6; 128 rows 18.5, 22.5, 16.3. 100 rows by 11264x2048 17.3, 22.3, 16.5; by
+    9728x2560 18.8, 26.8, 19.9; by 37888x3584 79.3, 95.6, 81.5.
+    """
+    one_turn = 0.65 * programs <= -(-n // 128) <= programs
+    return 64 if 96 <= rows <= 128 and one_turn else 128
+
+
 def hopper_wins(rows: int, n: int, k: int, programs: int, *, gated: bool = True) -> bool:
     """Whether cuBLAS and an activation by itself are slower for a weight ``[n, k]``.
 
@@ -612,6 +627,8 @@ def hopper_wins(rows: int, n: int, k: int, programs: int, *, gated: bool = True)
     """
     if rows <= 64:
         return False
+    if gated and gated_width(rows, n, programs) == 64:
+        return True
     row_tiles = -(-rows // 128)
     tiles = row_tiles * -(-n // 256)
     turns = -(-tiles // programs)

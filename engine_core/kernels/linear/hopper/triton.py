@@ -38,21 +38,20 @@ from engine_core.kernels.launch.triton import num_multiprocessors, pdl_options
 _FAMILY = Family("gate and up", "These and their activation take up to a fifth longer")
 _UNGATED = Family("linears with a quick GELU", "The activation is a launch of its own")
 
-# Rows of a warp group, half the rows of the weight in a tile (if it is gated, the gate's or up's),
-# and a step of K, which is the 128 bytes of the widest swizzle. 4 steps in flight take 192 KiB of
-# shared memory.
+# Rows of a warp group, and a step of K, which is the 128 bytes of the widest swizzle.
 _ROWS = gl.constexpr(64)
-_COLS = gl.constexpr(128)
 _STEP = gl.constexpr(64)
-_STAGES = gl.constexpr(4)
+# Steps in flight, which take 192 KiB of shared memory, by half the rows of the weight in a tile.
+_STAGES = {128: 4, 64: 6}
+WIDE = 128
 # Tiles of rows that share the tiles of the weight that they meet in the L2 cache.
 _ROW_TILES = gl.constexpr(8)
 
 
 @gluon.jit
-def _place(tile, row_tiles, col_tiles, GATED: gl.constexpr):
+def _place(tile, row_tiles, col_tiles, WIDTH: gl.constexpr, GATED: gl.constexpr):
     """Where a tile's rows and columns begin."""
-    COLS: gl.constexpr = _COLS if GATED else 2 * _COLS
+    COLS: gl.constexpr = WIDTH if GATED else 2 * WIDTH
     of_group = _ROW_TILES * col_tiles
     first = tile // of_group * _ROW_TILES
     size = gl.minimum(row_tiles - first, _ROW_TILES)
@@ -62,7 +61,7 @@ def _place(tile, row_tiles, col_tiles, GATED: gl.constexpr):
 @gluon.jit
 def _load_weight(desc, boxes, barrier, stage, col, k, N, GATED: gl.constexpr):
     """Begin to load a tile of the weight: rows of the gate, then those of up."""
-    apart = N if GATED else _COLS
+    apart = N if GATED else boxes.shape[1]
     for part in gl.static_range(2):
         place = boxes.index(stage * 2 + part)
         tma_load(desc, [part * apart + col, k], barrier, place)
@@ -80,28 +79,30 @@ def _load(
     col_tiles,
     steps,
     N,
+    WIDTH: gl.constexpr,
     GATED: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """The warp that loads."""
-    BYTES: gl.constexpr = (2 * _ROWS + 2 * _COLS) * _STEP * 2
+    STAGES: gl.constexpr = weight_smem.shape[0]
+    BYTES: gl.constexpr = (2 * _ROWS + 2 * WIDTH) * _STEP * 2
     swizzle: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    boxes = reinterpret(weight_smem, weight_desc.dtype, [_STAGES * 2, _COLS, _STEP], swizzle)
+    boxes = reinterpret(weight_smem, weight_desc.dtype, [STAGES * 2, WIDTH, _STEP], swizzle)
     # The weight is older than all kernels: its first tiles do not wait for x.
-    _, col = _place(gl.program_id(0), row_tiles, col_tiles, GATED)
-    preloaded = gl.minimum(steps, _STAGES)
+    _, col = _place(gl.program_id(0), row_tiles, col_tiles, WIDTH, GATED)
+    preloaded = gl.minimum(steps, STAGES)
     for stage in range(preloaded):
         mbarrier.expect(full.index(stage), BYTES)
         _load_weight(weight_desc, boxes, full.index(stage), stage, col, stage * _STEP, N, GATED)
     wait(PDL)
     loaded = 0
     for tile in range(gl.program_id(0), row_tiles * col_tiles, gl.num_programs(0)):
-        row, col = _place(tile, row_tiles, col_tiles, GATED)
+        row, col = _place(tile, row_tiles, col_tiles, WIDTH, GATED)
         for step in range(steps):
-            stage = loaded % _STAGES
+            stage = loaded % STAGES
             barrier = full.index(stage)
             if loaded >= preloaded:
-                mbarrier.wait(empty.index(stage), (loaded // _STAGES & 1) ^ 1)
+                mbarrier.wait(empty.index(stage), (loaded // STAGES & 1) ^ 1)
                 mbarrier.expect(barrier, BYTES)
                 _load_weight(weight_desc, boxes, barrier, stage, col, step * _STEP, N, GATED)
             for group in gl.static_range(2):
@@ -162,12 +163,13 @@ def _quick_gelu(x):
 
 @gluon.jit
 def _biased(acc, bias_ptr, col, N, GATED: gl.constexpr, LAYOUT: gl.constexpr):
-    in_tile = gl.arange(0, 2 * _COLS, gl.SliceLayout(0, LAYOUT))
+    WIDTH: gl.constexpr = acc.shape[1] // 2
+    in_tile = gl.arange(0, 2 * WIDTH, gl.SliceLayout(0, LAYOUT))
     cols = col + in_tile
     place = cols
     if GATED:
-        cols = col + in_tile % _COLS
-        place = in_tile // _COLS * N + cols
+        cols = col + in_tile % WIDTH
+        place = in_tile // WIDTH * N + cols
     bias = gl.load(bias_ptr + place, mask=cols < N, other=0.0)
     return acc + bias.to(gl.float32)[None, :]
 
@@ -182,7 +184,7 @@ def _store(values, out_desc, out_smem, row, col, GROUP: gl.constexpr):
         buffer.store(panels[panel])
         fence_async_shared()
         sync_threads()
-        tma_store(out_desc, [row + GROUP * _ROWS, col + panel * _STEP], buffer)
+        tma_store(out_desc, [row + GROUP * _ROWS, col + panel * buffer.shape[1]], buffer)
 
 
 @gluon.jit
@@ -199,29 +201,31 @@ def _multiply(
     col_tiles,
     steps,
     N,
+    WIDTH: gl.constexpr,
     GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """A warp group that multiplies: the first or second half of a tile's rows."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * _COLS, 16])
+    STAGES: gl.constexpr = weight_smem.shape[0]
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * WIDTH, 16])
     wait(PDL)
     used = 0
     for tile in range(gl.program_id(0), row_tiles * col_tiles, gl.num_programs(0)):
-        row, col = _place(tile, row_tiles, col_tiles, GATED)
-        acc = gl.zeros([_ROWS, 2 * _COLS], gl.float32, ACC)
+        row, col = _place(tile, row_tiles, col_tiles, WIDTH, GATED)
+        acc = gl.zeros([_ROWS, 2 * WIDTH], gl.float32, ACC)
         for step in range(steps):
-            stage = used % _STAGES
-            mbarrier.wait(full.index(stage), used // _STAGES & 1)
+            stage = used % STAGES
+            mbarrier.wait(full.index(stage), used // STAGES & 1)
             x = x_smem.index(stage * 2 + GROUP)
             weight = weight_smem.index(stage).permute((1, 0))
             acc = warpgroup_mma(x, weight, acc, is_async=True)
             # The next product is begun before this one is complete.
             acc = warpgroup_mma_wait(1, deps=(acc,))
-            mbarrier.arrive(empty.index((used + _STAGES - 1) % _STAGES), pred=step > 0)
+            mbarrier.arrive(empty.index((used + STAGES - 1) % STAGES), pred=step > 0)
             used += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index((used + _STAGES - 1) % _STAGES))
+        mbarrier.arrive(empty.index((used + STAGES - 1) % STAGES))
         if HAS_BIAS:
             acc = _biased(acc, bias_ptr, col, N, GATED, ACC)
         # Rounded where a linear followed by an activation of its own rounds.
@@ -230,7 +234,7 @@ def _multiply(
             _store(left * _sigmoid(left) * right, out_desc, out_smem, row, col, GROUP)
         else:
             _store(_quick_gelu(left), out_desc, out_smem, row, col, GROUP)
-            _store(_quick_gelu(right), out_desc, out_smem, row, col + _COLS, GROUP)
+            _store(_quick_gelu(right), out_desc, out_smem, row, col + WIDTH, GROUP)
     tma.store_wait(0)
 
 
@@ -244,11 +248,13 @@ def _linear_kernel(
     col_tiles,
     steps,
     N,
+    WIDTH: gl.constexpr,
+    STAGES: gl.constexpr,
     GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Tiles of 2 * _ROWS rows by _COLS of N columns; the weight has rows of the gate, then up.
+    """Tiles of 2 * _ROWS rows by WIDTH of N columns; the weight has rows of the gate, then up.
 
     By twice as many columns if it is not gated, whose activation is a quick GELU.
     """
@@ -256,12 +262,12 @@ def _linear_kernel(
     element: gl.constexpr = x_desc.dtype
     swizzle: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     single: gl.constexpr = mbarrier.MBarrierLayout()
-    x_smem = gl.allocate_shared_memory(element, [_STAGES * 2, _ROWS, _STEP], swizzle)
-    weight_smem = gl.allocate_shared_memory(element, [_STAGES, 2 * _COLS, _STEP], swizzle)
-    out_smem = gl.allocate_shared_memory(element, [4, _ROWS, _STEP], swizzle)
-    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], single)
-    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], single)
-    for stage in gl.static_range(_STAGES):
+    x_smem = gl.allocate_shared_memory(element, [STAGES * 2, _ROWS, _STEP], swizzle)
+    weight_smem = gl.allocate_shared_memory(element, [STAGES, 2 * WIDTH, _STEP], swizzle)
+    out_smem = gl.allocate_shared_memory(element, [4, _ROWS, WIDTH // 2], out_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], single)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], single)
+    for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
@@ -270,15 +276,15 @@ def _linear_kernel(
         [
             (_multiply, (
                 0, out_desc, bias_ptr, x_smem, weight_smem, out_smem, full, empty, row_tiles,
-                col_tiles, steps, N, GATED, HAS_BIAS, PDL,
+                col_tiles, steps, N, WIDTH, GATED, HAS_BIAS, PDL,
             )),
             (_multiply, (
                 1, out_desc, bias_ptr, x_smem, weight_smem, out_smem, full, empty, row_tiles,
-                col_tiles, steps, N, GATED, HAS_BIAS, PDL,
+                col_tiles, steps, N, WIDTH, GATED, HAS_BIAS, PDL,
             )),
             (_load, (
                 x_desc, weight_desc, x_smem, weight_smem, full, empty, row_tiles, col_tiles, steps,
-                N, GATED, PDL,
+                N, WIDTH, GATED, PDL,
             )),
         ],
         [4, 1],
@@ -300,13 +306,13 @@ def fits(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def is_trusted(x: Tensor, has_bias: bool, gated: bool = True) -> bool:
+def is_trusted(x: Tensor, has_bias: bool, gated: bool = True, width: int = WIDE) -> bool:
     """Whether a kernel may be used for such rows; it may be tried for that."""
-    family = _FAMILY if gated else _UNGATED
-    return family.allows(x.device, (x.dtype, has_bias), lambda: _trial(x, has_bias, gated))
+    family, kind = _FAMILY if gated else _UNGATED, (x.dtype, has_bias, width)
+    return family.allows(x.device, kind, lambda: _trial(x, has_bias, gated, width))
 
 
-def _trial(like: Tensor, has_bias: bool, gated: bool) -> Trial:
+def _trial(like: Tensor, has_bias: bool, gated: bool, width: int) -> Trial:
     """More tiles than programs, the last of which end early."""
     draw = torch.Generator(like.device).manual_seed(0)
 
@@ -325,39 +331,43 @@ def _trial(like: Tensor, has_bias: bool, gated: bool) -> Trial:
     if not gated:
         return Trial(lambda: quick_gelu_linear(*given), reference.quick_gelu(product))
     gate, up = product.chunk(2, -1)
-    return Trial(lambda: gated_linear(*given), F.silu(gate) * up)
+    return Trial(lambda: gated_linear(*given, width), F.silu(gate) * up)
 
 
-def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, width: int = WIDE) -> Tensor:
     """silu_and_mul of ``x [M, K]`` by ``weight [2 N, K]``: ``[M, N]``.
 
-    What :func:`fits` asks of x and the weight holds, and there are rows. Nothing that is still
-    running writes the weight: it is read before the kernels before are waited for.
+    A tile has ``width`` columns of N, 64 or 128. What :func:`fits` asks of x and the weight holds,
+    and there are rows. Nothing that is still running writes the weight: it is read before the
+    kernels before are waited for.
     """
-    return _launch(x, weight, bias, gated=True)
+    return _launch(x, weight, bias, width, gated=True)
 
 
 def quick_gelu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """quick_gelu of ``x [M, K]`` by ``weight [N, K]``: ``[M, N]``; as :func:`gated_linear`."""
-    return _launch(x, weight, bias, gated=False)
+    return _launch(x, weight, bias, WIDE, gated=False)
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> Tensor:
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, width: int, *, gated: bool) -> Tensor:
     rows, k = x.shape
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
     row_tiles = triton.cdiv(rows, 2 * _ROWS.value)
-    col_tiles = triton.cdiv(weight.shape[0], 2 * _COLS.value)
+    col_tiles = triton.cdiv(weight.shape[0], 2 * width)
     swizzle = gl.NVMMASharedLayout(128, 16, rank=2)
+    panel = gl.NVMMASharedLayout(width, 16, rank=2)
     _linear_kernel[(min(num_multiprocessors(x.device), row_tiles * col_tiles),)](
-        TensorDescriptor.from_tensor(out, [_ROWS.value, _STEP.value], swizzle),
+        TensorDescriptor.from_tensor(out, [_ROWS.value, width // 2], panel),
         TensorDescriptor.from_tensor(x, [_ROWS.value, _STEP.value], swizzle),
-        TensorDescriptor.from_tensor(weight, [_COLS.value, _STEP.value], swizzle),
+        TensorDescriptor.from_tensor(weight, [width, _STEP.value], swizzle),
         bias,
         row_tiles,
         col_tiles,
         k // _STEP.value,
         n,
+        WIDTH=width,
+        STAGES=_STAGES[width],
         GATED=gated,
         HAS_BIAS=bias is not None,
         num_warps=4,
