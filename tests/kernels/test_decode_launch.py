@@ -59,6 +59,17 @@ def test_many_programs_are_not_split_but_for_long_rows(shape: tuple[int, int, in
     assert rows / 2 < launch(rows, *shape).wanted < rows
 
 
+def test_rows_of_narrow_heads_that_are_not_split_have_room_at_once() -> None:
+    """Of 8 KV heads of 64, where there are more than 6 programs on each multiprocessor."""
+    for rows in range(99, 128):
+        cut = launch(rows, 32, 8, 64)
+        assert cut.wanted <= rows
+        assert cut.num_warps == 1
+        # Triton counts the tile that is multiplied among those in flight.
+        tiles = 2 * (cut.num_stages - 1) * cut.block_n * 64 * 2
+        assert -(-8 * rows // H200) * (tiles + 4096) <= SHARED
+
+
 def test_a_launch_is_of_powers_of_2() -> None:
     for rows, shape in product((1, 3, 77, 300), SHAPES):
         cut = launch(rows, *shape)
