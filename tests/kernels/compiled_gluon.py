@@ -112,11 +112,9 @@ def codes_linear(rows: int, ending: str, dtype: torch.dtype) -> None:
 def blocks_linear(rows: int, ending: str, kind: str, dtype: torch.dtype) -> None:
     """The same by the blocks of a GGUF file."""
     n, k = {"gated": (28672, 4096), "added": (4096, 14336), "stored": (6144, 4096)}[ending]
-    tile = choose_blocks_tile(
-        rows, n, k, ending == "gated", GPU.of_capability((9, 0)), FORMS[kind].group
-    )
+    form, gpu = FORMS[kind], GPU.of_capability((9, 0))
+    tile = choose_blocks_tile(rows, n, k, ending == "gated", gpu, form.group, form.bits)
     assert tile is not None
-    form = FORMS[kind]
     raw = torch.zeros(n, k // form.file_block, form.file_bytes, dtype=torch.uint8)
     weight, x = group_weight(raw, kind, dtype), undivided(rows, k, dtype)
     module = integers if tile.mode == "integers" else blocks

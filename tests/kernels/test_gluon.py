@@ -447,7 +447,7 @@ def test_linears_by_blocks_are_tried_on_a_case_that_torch_solves(
 ) -> None:
     tried, right = Tried(f"linear.{module}", tmp_path, monkeypatch), OfEndings(ending)
     of = of_blocks(name, torch.bfloat16, launch_device)
-    tile = choose_blocks_tile(rows, 4096, 4096, False, HOPPER, of.group_size)
+    tile = choose_blocks_tile(rows, 4096, 4096, False, HOPPER, of.group_size, of.bits)
     like = torch.empty((rows, 4096), dtype=torch.bfloat16, device=launch_device)
     assert tried.trusts("linear", right, like, of, tile, ending)
     for part in right.parts:
@@ -498,7 +498,7 @@ def test_hoppers_own_kernels_pass_their_trials(
         return torch.empty((1, heads, width), dtype=dtype, device="cuda")
 
     def few_of(rows: int, weight: GroupWeight) -> Tile | None:
-        return choose_blocks_tile(rows, 4096, 4096, False, HOPPER, weight.group_size)
+        return choose_blocks_tile(rows, 4096, 4096, False, HOPPER, weight.group_size, weight.bits)
 
     names = ("attention", "linear", "linear.groups", "linear.fp8", "linear.held", "segments")
     attention, linear, codes, products, held, segments = map(hopper, names)
@@ -506,7 +506,7 @@ def test_hoppers_own_kernels_pass_their_trials(
     weight = of_codes(dtype, "cuda", zeros=True)
     tile = choose_codes_tile(1, 4096, 4096, False, HOPPER)
     blocks, integers = hopper("linear.blocks"), hopper("linear.integers")
-    many = choose_blocks_tile(16, 4096, 4096, False, HOPPER, 32)
+    many = choose_blocks_tile(16, 4096, 4096, False, HOPPER, 32, 4)
     cases: list[tuple[ModuleType, tuple[Any, ...]]] = [
         *((attention, (like(32, 128), 8, size, pdl)) for size in (16, 64) for pdl in (True, False)),
         (attention, (like(14, 64), 2, 64, True)),

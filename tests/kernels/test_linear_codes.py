@@ -53,6 +53,18 @@ CASES = [
     (Blocks("Q5_K", 768), 11, 2, torch.float16),
     (Blocks("Q6_K", 512), 32, 1, torch.bfloat16),
     (Blocks("Q4_K", 512), 32, 2, torch.float16),
+    (Integers("Q8_0", 2304), 1, 4, torch.bfloat16),
+    (Integers("Q8_0", 768), 8, 1, torch.float16),
+    (Integers("Q4_0", 1280), 3, 2, torch.float16),
+    (Integers("Q4_1", 1280), 8, 4, torch.bfloat16),
+    (Integers("Q5_0", 768), 8, 1, torch.bfloat16),
+    (Integers("Q5_1", 768), 1, 1, torch.float16),
+    (Blocks("Q8_0", 1280), 11, 4, torch.bfloat16),
+    (Blocks("Q8_0", 768), 32, 1, torch.float16),
+    (Blocks("Q4_0", 512), 32, 2, torch.bfloat16),
+    (Blocks("Q4_1", 512), 11, 1, torch.bfloat16),
+    (Blocks("Q5_0", 512), 11, 2, torch.float16),
+    (Blocks("Q5_1", 512), 32, 1, torch.bfloat16),
 ]
 of_all_cases = pytest.mark.parametrize(("kind", "rows", "splits", "dtype"), CASES, ids=str)
 on_hopper = pytest.mark.usefixtures("on_hopper")
@@ -261,7 +273,10 @@ def test_what_blocks_it_fits(name: str, launch_device: str) -> None:
     blocks = importlib.import_module("engine_core.kernels.linear.blocks.hopper.triton")
     weight, _ = made_of_blocks(name, 64, 512, torch.bfloat16, "cpu")
     x = torch.zeros(3, 512, dtype=torch.bfloat16)
-    assert blocks.fits(x, weight) == name.endswith("K")
+    assert blocks.fits(x, weight)
+    assert blocks.fits(x, made_of_blocks(name, 40, 512, torch.bfloat16, "cpu")[0]) == (
+        name.endswith("K")
+    )
     assert not blocks.fits(x.half(), weight)
     assert not blocks.fits(torch.zeros(3, 520, dtype=torch.bfloat16)[:, 4:516], weight)
 
@@ -278,22 +293,23 @@ def test_where_it_was_seen_to_be_faster() -> None:
     assert splits(6144, 4096, False) == [4, 4, 4, 2, 0]
     assert splits(4096, 4096, False) == [8, 8, 4, 4, 0]
     assert splits(896, 4864, False) == splits(4096, 896, False) == [0] * 5
-    for rows, n, k, group, mode, parts in (
-        (1, 28672, 4096, 32, "integers", 2),
-        (8, 28672, 4096, 32, "integers", 2),
-        (16, 28672, 4096, 32, "codes", 2),
-        (32, 28672, 4096, 32, "codes", 1),
-        (1, 4096, 14336, 32, "integers", 7),
-        (8, 4096, 14336, 32, "codes", 8),
-        (4, 128256, 4096, 16, "integers", 1),
-        (8, 128256, 4096, 16, "codes", 1),
-        (1, 8192, 28672, 32, "codes", 4),
+    for rows, n, k, group, bits, mode, parts in (
+        (1, 28672, 4096, 32, 4, "integers", 2),
+        (8, 28672, 4096, 32, 5, "integers", 2),
+        (16, 28672, 4096, 32, 4, "codes", 2),
+        (32, 28672, 4096, 32, 8, "codes", 1),
+        (1, 4096, 14336, 32, 4, "integers", 7),
+        (1, 4096, 14336, 32, 8, "integers", 8),
+        (8, 4096, 14336, 32, 4, "codes", 8),
+        (4, 128256, 4096, 16, 6, "integers", 1),
+        (8, 128256, 4096, 16, 6, "codes", 1),
+        (1, 8192, 28672, 32, 4, "codes", 4),
     ):
-        blocks = choose_blocks_tile(rows, n, k, n == 28672, HOPPER, group)
+        blocks = choose_blocks_tile(rows, n, k, n == 28672, HOPPER, group, bits)
         assert blocks is not None
         assert (blocks.mode, blocks.splits) == (mode, parts)
-    for rows, group in ((33, 32), (9, 16)):
-        assert choose_blocks_tile(rows, 4096, 4096, False, HOPPER, group) is None
-    assert choose_blocks_tile(1, 4096, 4096, False, ADA, 32) is None
+    for rows, group, bits in ((33, 32, 4), (9, 16, 6)):
+        assert choose_blocks_tile(rows, 4096, 4096, False, HOPPER, group, bits) is None
+    assert choose_blocks_tile(1, 4096, 4096, False, ADA, 32, 4) is None
     for gpu in (ADA, BLACKWELL, None):
         assert splits(4096, 4096, False, gpu) == [0] * 5

@@ -581,7 +581,7 @@ def _kernel_of_codes(weight: GroupWeight, tile: tiles.Tile) -> ModuleType:
         from engine_core.kernels.linear.integers.hopper import triton as integers
 
         return integers
-    if weight.headers is not None:
+    if weight.group_size in (16, 32):
         from engine_core.kernels.linear.blocks.hopper import triton as blocks
 
         return blocks
@@ -654,8 +654,8 @@ def _tile(
         if deterministic or x.dtype not in _SIXTEEN_BITS:
             return None
         if ending is not None and isinstance(weight, GroupWeight):
-            if weight.headers is not None:
-                tile = tiles.choose_blocks_tile(*shape, weight.group_size)
+            if weight.group_size in (16, 32):
+                tile = tiles.choose_blocks_tile(*shape, weight.group_size, weight.bits)
             else:
                 tile = tiles.choose_codes_tile(*shape)
             if tile is not None and _hopper_takes(x, weight, tile, ending):

@@ -507,9 +507,9 @@ INTEGERS_RUN = 4096
 
 
 def choose_blocks_tile(
-    rows: int, n: int, k: int, gated: bool, gpu: GPU | None, group: int
+    rows: int, n: int, k: int, gated: bool, gpu: GPU | None, group: int, bits: int
 ) -> Tile | None:
-    """The tile of Hopper's own kernels for Q4_K, Q5_K and Q6_K, whose scales are of ``group``.
+    """The tile of Hopper's own kernels for GGUF blocks, whose scales are of ``group`` codes.
 
     None where neither was seen to be faster than that of :func:`choose_group_tile`. By the times of
     Llama 3 8B's linears on an H200, us with that one and as numbers, of Q4_K. 28672x4096, gated: 1
@@ -526,7 +526,7 @@ def choose_blocks_tile(
     tile = replace(tile, num_stages=2, max_registers=128 if rows <= 16 else 0)
     if rows > (8 if gated and group == 32 else 4) or k > INTEGERS_RUN * tile.splits:
         return tile
-    width = 256 if gated or group == 16 else 512
+    width = 256 if gated or group == 16 or bits == 8 else 512
     # No program has steps behind the last column; where columns end in one, x is 0 there.
     splits = -(-k // (width * -(-k // (width * tile.splits))))
     registers = 96 if rows == 1 and group == 32 else 128

@@ -19,7 +19,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -35,6 +34,15 @@ from engine_core.kernels.launch.hopper.triton import (
     wait,
 )
 from engine_core.kernels.launch.triton import pdl_options
+from engine_core.kernels.linear.boxes.hopper.triton import (
+    Boxes,
+    barriers,
+    float_of,
+    load_floats,
+    place_of,
+    room,
+    rows_layout,
+)
 from engine_core.kernels.linear.epilogues.hopper.triton import (
     Launch,
     conclude,
@@ -61,19 +69,7 @@ _MOST_AT_ONCE = gl.constexpr(16)
 @gluon.constexpr_function
 def _words_layout(rows, width, warps):
     """Where threads have a step's words ``[rows, width]``: those of the numbers they multiply."""
-    warp, registers, size = [], [[0, 1], [8, 0]], 16
-    column = 8
-    while column < width:
-        registers.append([0, column])
-        column *= 2
-    while size < 16 * warps:
-        warp.append([size, 0])
-        size *= 2
-    while size < rows:
-        registers.append([size, 0])
-        size *= 2
-    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, warp, [], [rows, width])
+    return rows_layout(rows, width, warps, 2, 4)
 
 
 @gluon.constexpr_function
@@ -188,15 +184,30 @@ def _begin(numbers, values, ACC: gl.constexpr):
 
 
 @gluon.jit
-def _add(total, products, sums, asked, GROUP: gl.constexpr, EXCESS: gl.constexpr,
-         MINIMA: gl.constexpr):  # fmt: skip
+def _factors(asked, scales, minima, at, GROUP: gl.constexpr, MINIMA: gl.constexpr,
+             LAYOUT: gl.constexpr):  # fmt: skip
+    """The scale of a group, and its minimum; of those that were asked for, or in shared memory."""
+    if scales is None:
+        found = (_scale(asked[0], asked[1].to(gl.float32), GROUP, not MINIMA),)
+        if MINIMA:
+            found += (_scale(asked[2], asked[3].to(gl.float32), GROUP, False),)
+    else:
+        found = (float_of(scales.index(at), LAYOUT),)
+        if MINIMA:
+            found += (float_of(minima.index(at), LAYOUT),)
+    return found
+
+
+@gluon.jit
+def _add(total, products, sums, factors, EXCESS: gl.constexpr, MINIMA: gl.constexpr):
     """A group's products times its scale, less what they are too large by, and its minimum."""
-    scale = _scale(asked[0], asked[1].to(gl.float32), GROUP, not MINIMA)
-    added = scale * -EXCESS
-    if MINIMA:
-        added += _scale(asked[2], asked[3].to(gl.float32), GROUP, False)
-    total += products * gl.expand_dims(scale, 1)
-    return total + sums * gl.expand_dims(added, 1)
+    total += products * gl.expand_dims(factors[0], 1)
+    if sums is not None:
+        added = factors[0] * -EXCESS
+        if MINIMA:
+            added += factors[1]
+        total += sums * gl.expand_dims(added, 1)
+    return total
 
 
 @gluon.jit(do_not_specialize=["num_rows", "steps", "inner"])
@@ -204,8 +215,8 @@ def _linear_kernel(
     codes_desc,
     high_desc,
     x_desc,
-    scales_ptr,
-    minima_ptr,
+    scales,
+    minima,
     headers_ptr,
     epilogue,
     bias_ptr,
@@ -231,6 +242,7 @@ def _linear_kernel(
 ):
     """BLOCK_N columns of BLOCK_M rows, over one of SPLITS runs of super-blocks.
 
+    ``scales`` and ``minima`` are pointers, and without headers descriptors of floats.
     All else is as of
     :func:`engine_core.kernels.linear.groups.hopper.triton._linear_kernel`.
     """
@@ -242,12 +254,17 @@ def _linear_kernel(
     ELEMENT: gl.constexpr = x_desc.dtype
     WARPS: gl.constexpr = gl.num_warps()
     PARTS: gl.constexpr = 2 if GATED else 1
-    MINIMA: gl.constexpr = minima_ptr is not None
+    MINIMA: gl.constexpr = minima is not None
+    FLOATS: gl.constexpr = headers_ptr is None
+    SUMS: gl.constexpr = MINIMA or EXCESS != 0
     GROUPS: gl.constexpr = x_desc.block_type.shape[0]
     LANES: gl.constexpr = _COLS // GROUPS
     BLOCKS: gl.constexpr = GROUPS // 4
     HIGH: gl.constexpr = 0 if high_desc is None else high_desc.block_type.shape[1]
-    BYTES: gl.constexpr = PARTS * BLOCK_N * (128 + HIGH * BLOCKS) + BLOCK_M * _COLS * 2
+    WORD: gl.constexpr = codes_desc.dtype.primitive_bitwidth // 8
+    FLOAT_BYTES: gl.constexpr = (4 if MINIMA else 2) * 4 if FLOATS else 0
+    ROW_BYTES: gl.constexpr = BLOCKS * (WORD * LANES + HIGH + FLOAT_BYTES)
+    BYTES: gl.constexpr = PARTS * BLOCK_N * ROW_BYTES + BLOCK_M * _COLS * 2
     ASYNC: gl.constexpr = BLOCK_M > _MOST_AT_ONCE
     ACC: gl.constexpr = _products_layout(BLOCK_M, WARPS, ASYNC)
     ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
@@ -257,7 +274,7 @@ def _linear_kernel(
     high = gl.minimum(low + gl.cdiv(steps, SPLITS), steps)
 
     codes = gl.allocate_shared_memory(
-        gl.int16, [STAGES * BLOCKS * PARTS, BLOCK_N, LANES], codes_desc.layout
+        codes_desc.dtype, [STAGES * BLOCKS * PARTS, BLOCK_N, LANES], codes_desc.layout
     )
     boxes = codes
     bits = codes
@@ -269,29 +286,40 @@ def _linear_kernel(
         bit_boxes = bits
     if HEAD_DIM:
         boxes = reinterpret(
-            codes, gl.int16, [STAGES * BLOCKS * 2, BLOCK_N // 2, LANES], codes_desc.layout
+            codes, codes_desc.dtype, [STAGES * BLOCKS * 2, BLOCK_N // 2, LANES], codes_desc.layout
         )
         if HIGH:
             bit_boxes = reinterpret(
                 bits, gl.uint8, [STAGES * BLOCKS * 2, BLOCK_N // 2, HIGH], high_desc.layout
             )
+    scales_boxes = None
+    minima_boxes = None
+    of_groups = None
+    least_of_groups = None
+    if FLOATS:
+        PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        OF_GROUPS: gl.constexpr = [STAGES * GROUPS * PARTS, BLOCK_N, 1]
+        scales_boxes = room(scales, STAGES)
+        of_groups = reinterpret(scales_boxes, scales.dtype, OF_GROUPS, PLAIN)
+        if MINIMA:
+            minima_boxes = room(minima, STAGES)
+            least_of_groups = reinterpret(minima_boxes, scales.dtype, OF_GROUPS, PLAIN)
     GROUP_X: gl.constexpr = gl.NVMMASharedLayout(2 * LANES, 16, rank=2)
     x = gl.allocate_shared_memory(ELEMENT, [STAGES, GROUPS, BLOCK_M, LANES], x_desc.layout)
     groups = reinterpret(x, ELEMENT, [STAGES * GROUPS, BLOCK_M, LANES], GROUP_X)
     # The sum of a group of x is a product by these.
-    if ASYNC:
+    if not SUMS:
+        ones = None
+    elif ASYNC:
         ones = gl.allocate_shared_memory(ELEMENT, [BLOCK_N, LANES], GROUP_X)
         FILLED: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0])
         ones.store(gl.full([BLOCK_N, LANES], 1.0, ELEMENT, FILLED))
     else:
         ones = gl.full([BLOCK_N, LANES], 1.0, ELEMENT, gl.DotOperandLayout(0, ACC, 2))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-    fence_async_shared()
-    sync_threads()
+    full = barriers(STAGES)
     col = output(tile, 0, BLOCK_N, HEAD_DIM)
     apart = HEAD_DIM // 2 if HEAD_DIM else N
+    head, row = place_of(tile, BLOCK_N, HEAD_DIM)
     # The weight is older than all kernels: its first tiles do not wait for x.
     for stage in gl.static_range(STAGES):
         there = low + stage < high
@@ -300,16 +328,23 @@ def _linear_kernel(
             codes_desc, high_desc, boxes, bit_boxes, full.index(stage), stage, col, apart,
             low + stage, BOXES, BLOCKS, there,
         )  # fmt: skip
+        if FLOATS:
+            step = low + stage
+            load_floats(scales, scales_boxes, full.index(stage), stage, head, row, step, there)
+            if MINIMA:
+                load_floats(minima, minima_boxes, full.index(stage), stage, head, row, step, there)
     # Rows beyond the last one read it once more.
     rows = gl.minimum(output(tile, gl.arange(0, BLOCK_N, ROWS), BLOCK_N, HEAD_DIM), N - 1)
     TOTAL = N * PARTS
     blocks = steps * BLOCKS
-    asked = _asked(scales_ptr, minima_ptr, headers_ptr, low * BLOCKS, blocks, rows, TOTAL, BLOCKS)
-    up_asked = asked
-    if GATED:
-        up_asked = _asked(
-            scales_ptr, minima_ptr, headers_ptr, low * BLOCKS, blocks, rows + N, TOTAL, BLOCKS
-        )
+    asked = ()
+    up_asked = ()
+    if not FLOATS:
+        asked = _asked(scales, minima, headers_ptr, low * BLOCKS, blocks, rows, TOTAL, BLOCKS)
+        if GATED:
+            up_asked = _asked(
+                scales, minima, headers_ptr, low * BLOCKS, blocks, rows + N, TOTAL, BLOCKS
+            )
     wait(PDL)
     for stage in gl.static_range(STAGES):
         _load_x(
@@ -326,14 +361,14 @@ def _linear_kernel(
         for own in range(inner):
             at = step * BLOCKS + own
             # Those of the next block are asked for a block ahead.
-            following = _asked(
-                scales_ptr, minima_ptr, headers_ptr, at + 1, blocks, rows, TOTAL, BLOCKS
-            )
-            up_following = following
-            if GATED:
-                up_following = _asked(
-                    scales_ptr, minima_ptr, headers_ptr, at + 1, blocks, rows + N, TOTAL, BLOCKS
-                )
+            following = ()
+            up_following = ()
+            if not FLOATS:
+                following = _asked(scales, minima, headers_ptr, at + 1, blocks, rows, TOTAL, BLOCKS)
+                if GATED:
+                    up_following = _asked(
+                        scales, minima, headers_ptr, at + 1, blocks, rows + N, TOTAL, BLOCKS
+                    )
             place = (stage * BLOCKS + own) * PARTS
             high_bits = None
             up_bits = None
@@ -350,27 +385,40 @@ def _linear_kernel(
                 up_numbers = _numbers(words, up_bits, ELEMENT, ASM, OPERANDS, ACC)
             for each in gl.static_range(4):
                 values = groups.index((stage * BLOCKS + own) * 4 + each)
+                group = ((stage * BLOCKS + own) * 4 + each) * PARTS
+                factors = _factors(asked, of_groups, least_of_groups, group, each, MINIMA, ROWS)
+                sums = None
                 if ASYNC:
-                    sums = _begin(ones, values, ACC)
+                    if SUMS:
+                        sums = _begin(ones, values, ACC)
                     products = _begin(numbers[each], values, ACC)
-                    up_products = products
+                    begun = (products, numbers[each])
                     if GATED:
                         up_products = _begin(up_numbers[each], values, ACC)
+                        begun += (up_products, up_numbers[each])
+                    if SUMS:
+                        begun += (sums,)
                     # Registers that are read are not another's before.
-                    sums, products, up_products, _read, _up_read = warpgroup_mma_wait(
-                        0, deps=(sums, products, up_products, numbers[each], up_numbers[each])
-                    )
+                    begun = warpgroup_mma_wait(0, deps=begun)
+                    products = begun[0]
+                    if GATED:
+                        up_products = begun[2]
+                    if SUMS:
+                        sums = begun[4 if GATED else 2]
                 else:
                     values = values.permute((1, 0)).load(gl.DotOperandLayout(1, ACC, 2))
                     zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
-                    sums = mma_v2(ones, values, zeros)
+                    if SUMS:
+                        sums = mma_v2(ones, values, zeros)
                     products = mma_v2(numbers[each], values, zeros)
-                    up_products = products
                     if GATED:
                         up_products = mma_v2(up_numbers[each], values, zeros)
-                acc = _add(acc, products, sums, asked, each, EXCESS, MINIMA)
+                acc = _add(acc, products, sums, factors, EXCESS, MINIMA)
                 if GATED:
-                    up = _add(up, up_products, sums, up_asked, each, EXCESS, MINIMA)
+                    factors = _factors(
+                        up_asked, of_groups, least_of_groups, group + 1, each, MINIMA, ROWS
+                    )
+                    up = _add(up, up_products, sums, factors, EXCESS, MINIMA)
             asked = following
             up_asked = up_following
         sync_threads()
@@ -380,6 +428,10 @@ def _linear_kernel(
             codes_desc, high_desc, boxes, bit_boxes, barrier, stage, col, apart, step + STAGES,
             BOXES, BLOCKS, more,
         )  # fmt: skip
+        if FLOATS:
+            load_floats(scales, scales_boxes, barrier, stage, head, row, step + STAGES, more)
+            if MINIMA:
+                load_floats(minima, minima_boxes, barrier, stage, head, row, step + STAGES, more)
         _load_x(x_desc, x, barrier, stage, block * BLOCK_M, step + STAGES, more)
         stage += 1
         if stage == STAGES:
@@ -397,15 +449,32 @@ def _linear_kernel(
 def fits(x: Tensor, weight: GroupWeight) -> bool:
     """Whether :func:`linear` takes tensors of these shapes and places."""
     kept = (weight.words, weight.scales, weight.minima, weight.high)
-    signed = weight.bits == 6 and weight.group_size == 16 and weight.minima is None
-    least = weight.bits in (4, 5) and weight.group_size == 32 and weight.minima is not None
+    if weight.headers is None:
+        known = _has_floats(weight)
+    elif weight.minima is None:
+        known = weight.bits == 6 and weight.group_size == 16
+    else:
+        known = weight.bits in (4, 5) and weight.group_size == 32
     return (
-        takes_rows(x)
+        known
+        and takes_rows(x)
         and weight.dtype == x.dtype
-        and weight.headers is not None
-        and (signed or least)
         and all(each is None or each.is_contiguous() for each in kept)
         and all(each is None or each.data_ptr() % 16 == 0 for each in kept)
+    )
+
+
+def _has_floats(weight: GroupWeight) -> bool:
+    """Whether each 32 codes have a scale, and a minimum, of 16 bits; of whole super-blocks."""
+    return (
+        weight.bits in (4, 5, 8)
+        and weight.group_size == 32
+        and weight.zeros is None
+        and weight.in_features % _COLS.value == 0
+        # The tensor memory accelerator wants 16 bytes of scales, of halves of the rows too.
+        and len(weight) % 16 == 0
+        and weight.scales.dtype in (torch.bfloat16, torch.float16)
+        and (weight.minima is None or weight.minima.dtype == weight.scales.dtype)
     )
 
 
@@ -415,7 +484,7 @@ def is_trusted(like: Tensor, weight: GroupWeight, tile: Tile, ending: str) -> bo
     ``ending`` is what follows the products: "activated", "gated", "added" or "stored".
     """
     block_m = rows_of_program(tile, like.numel() // like.shape[-1])
-    kind = (like.dtype, weight.bits, tile, block_m, ending)
+    kind = (like.dtype, *form_of(weight), tile, block_m, ending)
     # Three rows of the block are not there.
     shape = (block_m - 3, 2 * max(2, tile.splits) * _COLS.value)
     return _FAMILY.allows(
@@ -423,6 +492,12 @@ def is_trusted(like: Tensor, weight: GroupWeight, tile: Tile, ending: str) -> bo
         kind,
         lambda: trial_of_blocks(like.new_empty(shape), weight, tile, ending, linear),
     )
+
+
+def form_of(weight: GroupWeight) -> tuple[Any, ...]:
+    """What machine code depends on."""
+    floats = weight.scales.dtype if weight.headers is None else None
+    return weight.bits, weight.middle, weight.minima is None, floats
 
 
 def trial_of_blocks(
@@ -435,27 +510,39 @@ def trial_of_blocks(
     def integers(most: int, *shape: int) -> Tensor:
         return torch.randint(most, shape, generator=draw, device=like.device, dtype=torch.uint8)
 
-    def header() -> Tensor:
-        drawn = torch.rand(n, k // _COLS.value, generator=draw, device=like.device) + 0.5
-        return drawn.div_(2**of.bits * 32 * k**0.5).half()
+    def floats(columns: int, most: int) -> Tensor:
+        drawn = torch.rand(n, k // columns, generator=draw, device=like.device) + 0.5
+        return drawn.div_(2**of.bits * most * k**0.5)
+
+    def spread(values: Tensor, columns: int) -> Tensor:
+        return values.float().repeat_interleave(columns, 1)
 
     codes = integers(2**of.bits, n, k)
-    scales = integers(64, n, k // width).view(torch.int8)
-    minima = integers(64, n, k // width).view(torch.int8) if of.minima is not None else None
-    if minima is None:
-        scales = scales - 32
-    headers = [header()] if minima is None else [header(), -header()]
+    headers: list[Tensor] = []
+    minima = None
+    if of.headers is None:
+        scales = floats(width, 1).to(of.scales.dtype)
+        scale = spread(scales, width)
+        if of.minima is not None:
+            minima = -floats(width, 1).to(of.scales.dtype)
+            least = spread(minima, width)
+    else:
+        scales = integers(64, n, k // width).view(torch.int8)
+        if of.minima is None:
+            scales = scales - 32
+        headers = [floats(_COLS.value, 32).half()]
+        scale = spread(scales, width) * spread(headers[0], _COLS.value)
+        if of.minima is not None:
+            minima = integers(64, n, k // width).view(torch.int8)
+            headers.append(-floats(_COLS.value, 32).half())
+            least = spread(minima, width) * spread(headers[1], _COLS.value)
     weight = GroupWeight.of_codes(
         codes, scales, of.bits, like.dtype, minima, headers, centred=of.centred
     )
-
-    def spread(values: Tensor, header: Tensor) -> Tensor:
-        whole = values.float() * header.float().repeat_interleave(256 // width, 1)
-        return whole.repeat_interleave(width, 1)
-
-    numbers = (codes.float() - of.middle) * spread(scales, headers[0])
+    numbers = codes.view(torch.int8) if of.bits == 8 else codes
+    numbers = (numbers.float() - of.middle) * scale
     if minima is not None:
-        numbers += spread(minima, headers[1])
+        numbers += least
     x = torch.randn(rows, k, generator=draw, device=like.device).to(like.dtype)
     product = x.float() @ numbers.T
     return trial_of(ending, x, product, tile, lambda epilogue: launch(x, weight, epilogue, tile))
@@ -484,7 +571,7 @@ def linear(
     element = str(weight.dtype).removeprefix("torch.")
     asm, operands = _decoding(element, weight.bits)
     box = tile.block_n // 2 if launch.kind == "stored" else tile.block_n
-    width = weight.group_size
+    width, size = weight.group_size, weight.words.itemsize
     high = None
     if weight.high is not None:
         flat = weight.high.view(len(weight), -1)
@@ -492,18 +579,25 @@ def linear(
     # Groups of all rows, so that those of a step are whole tiles in shared memory.
     grouped = rows.as_strided((k // width, len(rows), width), (width, rows.stride(0), 1))
     swizzle = gl.NVMMASharedLayout(2 * width, 16, rank=3)
+    boxes = Boxes.of(launch, epilogue, len(weight), tile.block_n)
+
+    def given(scales: Tensor) -> Any:
+        if weight.headers is None:
+            return boxes.across(scales, _COLS.value // width)
+        return scales.view(torch.int32)
+
     _linear_kernel[launch.grid](
         TensorDescriptor.from_tensor(
             weight.words.view(len(weight), -1),
             [box, width],
-            gl.NVMMASharedLayout(2 * width, 16, rank=2),
+            gl.NVMMASharedLayout(size * width, 8 * size, rank=2),
         ),
         high,
         TensorDescriptor.from_tensor(
             grouped, [_COLS.value // width, launch.block_m, width], swizzle
         ),
-        weight.scales.view(torch.int32),
-        None if weight.minima is None else weight.minima.view(torch.int32),
+        given(weight.scales),
+        None if weight.minima is None else given(weight.minima),
         weight.headers,
         *launch.given,
         k // _COLS.value,

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from engine_core.kernels.launch.gluon import Family
@@ -31,7 +31,15 @@ from engine_core.kernels.launch.hopper.triton import (
 )
 from engine_core.kernels.launch.triton import pdl_options
 from engine_core.kernels.linear.blocks.hopper.triton import fits as fits_blocks
-from engine_core.kernels.linear.blocks.hopper.triton import trial_of_blocks
+from engine_core.kernels.linear.blocks.hopper.triton import form_of, trial_of_blocks
+from engine_core.kernels.linear.boxes.hopper.triton import (
+    Boxes,
+    barriers,
+    float_of,
+    place_of,
+    room,
+    rows_layout,
+)
 from engine_core.kernels.linear.epilogues.hopper.triton import (
     Launch,
     conclude,
@@ -50,33 +58,6 @@ _WORDS = gl.constexpr(64)
 _TOP = gl.constexpr(32512.0)
 # 1.5 * 2**23, to which an integer is added in its last bits, and half a high byte.
 _MAGIC = gl.constexpr(12583040.0)
-
-
-@gluon.constexpr_function
-def _linear_layout(rows, width, warps, register, lane):
-    """``[rows, width]`` in tiles of 16 rows, ``register`` columns for each of ``lane`` lanes."""
-    registers, column = [], 1
-    while column < register:
-        registers.append([0, column])
-        column *= 2
-    lanes = []
-    while column < register * lane:
-        lanes.append([0, column])
-        column *= 2
-    # Fewer columns than lanes are the same in some of these.
-    lanes += [[0, 0]] * (2 - len(lanes)) + [[1, 0], [2, 0], [4, 0]]
-    registers.append([8, 0])
-    while column < width:
-        registers.append([0, column])
-        column *= 2
-    of_warps, size = [], 16
-    while size < 16 * warps:
-        of_warps.append([size, 0])
-        size *= 2
-    while size < rows:
-        registers.append([size, 0])
-        size *= 2
-    return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [rows, width])
 
 
 @gluon.constexpr_function
@@ -110,19 +91,23 @@ def _repeated_layout(times, cols, warps):
 @gluon.jit
 def _load_step(
     codes_desc, high_desc, scales_desc, minima_desc, headers_desc, codes, bits, scales, minima,
-    headers, barrier, stage, head, row, run, pred,
+    headers, barrier, stage, head, row, run, DEPTH: gl.constexpr, pred,
 ):  # fmt: skip
     """Begin to load all of a program's rows in a step's super-blocks, from ``run`` on."""
-    place = [run, head, 0, row, 0]
+    CHUNKS: gl.constexpr = codes_desc.block_type.shape[0] // DEPTH
+    place = [run * CHUNKS, head, 0, row, 0]
     tma_load(codes_desc, place, barrier, codes.index(stage), pred=pred)
     if high_desc is not None:
+        place = [run, head, 0, row, 0]
         tma_load(high_desc, place, barrier, bits.index(stage), pred=pred)
+    RUNS: gl.constexpr = scales_desc.block_type.shape[0] // DEPTH
     WIDTH: gl.constexpr = scales_desc.block_type.shape[3] // codes_desc.block_type.shape[3]
-    place = [run, head, 0, row * WIDTH]
+    place = [run * RUNS, head, 0, row * WIDTH]
     tma_load(scales_desc, place, barrier, scales.index(stage), pred=pred)
     if minima_desc is not None:
         tma_load(minima_desc, place, barrier, minima.index(stage), pred=pred)
-    tma_load(headers_desc, [0, run, head, 0, row], barrier, headers.index(stage), pred=pred)
+    if headers_desc is not None:
+        tma_load(headers_desc, [0, run, head, 0, row], barrier, headers.index(stage), pred=pred)
 
 
 @gluon.jit
@@ -133,7 +118,7 @@ def _words(values, odd, LAYOUT: gl.constexpr):
     """
     ROWS: gl.constexpr = values.shape[0]
     WIDTH: gl.constexpr = values.shape[1]
-    found = values.load(_linear_layout(ROWS, WIDTH, gl.num_warps(), WIDTH, 1))
+    found = values.load(rows_layout(ROWS, WIDTH, gl.num_warps(), WIDTH, 1))
     if WIDTH == 2:
         left, right = found.split()
         left, right = _column(left, LAYOUT), _column(right, LAYOUT)
@@ -152,18 +137,8 @@ def _column(values, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _header(headers, LAYOUT: gl.constexpr):
-    """Of each row, in float32."""
-    ROWS: gl.constexpr = headers.shape[0]
-    found = headers.load(_linear_layout(ROWS, 1, gl.num_warps(), 1, 1)).reshape([ROWS])
-    return _column(found.to(gl.float32), LAYOUT)
-
-
-@gluon.jit
-def _room(desc, STAGES: gl.constexpr):
-    """Shared memory for boxes of a tensor."""
-    SHAPE: gl.constexpr = desc.block_type.shape
-    return gl.allocate_shared_memory(desc.dtype, [STAGES] + SHAPE, desc.layout)  # noqa: RUF005 (Triton unpacks none)
+def _of_rows(values, LAYOUT: gl.constexpr):
+    return gl.expand_dims(float_of(values, gl.SliceLayout(1, LAYOUT)), 1)
 
 
 @gluon.jit
@@ -176,11 +151,11 @@ def _asked(
     at = (stage * DEPTH + inner) * PARTS + part
     in_headers = (stage * KINDS * DEPTH + inner) * PARTS + part
     left, right = _words(scales.index(at), odd, LAYOUT)
-    head = _header(headers.index(in_headers), LAYOUT)
+    head = _of_rows(headers.index(in_headers), LAYOUT)
     if KINDS == 1:
         found = (left, right, head, left, right, head)
     else:
-        least = _header(headers.index(in_headers + DEPTH * PARTS), LAYOUT)
+        least = _of_rows(headers.index(in_headers + DEPTH * PARTS), LAYOUT)
         least_left, least_right = _words(minima.index(at), odd, LAYOUT)
         found = (left, right, head, least_left, least_right, least)
     return found
@@ -212,13 +187,34 @@ def _pairs(values, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _codes_of(words, high, ASM: gl.constexpr, OPERANDS: gl.constexpr):
-    """A step's codes, of four parts and both halves of each."""
-    given = (words,) if high is None else (words, high)
-    p0, p1, p2, p3 = gl.inline_asm_elementwise(
+def _bytes(given, ASM: gl.constexpr, OPERANDS: gl.constexpr):
+    """The codes of four parts."""
+    return gl.inline_asm_elementwise(
         ASM, OPERANDS, given, (gl.int8, gl.int8, gl.int8, gl.int8), is_pure=True, pack=4
     )
-    return _halves(p0), _halves(p1), _halves(p2), _halves(p3)
+
+
+@gluon.jit
+def _codes_of(
+    codes, high, block, PART: gl.constexpr, PARTS: gl.constexpr, CHUNKS: gl.constexpr,
+    ASM: gl.constexpr, OPERANDS: gl.constexpr,
+):  # fmt: skip
+    """A super-block's codes, of both halves and four parts of each."""
+    ROWS: gl.constexpr = codes.shape[1]
+    WORDS: gl.constexpr = rows_layout(ROWS, codes.shape[2], gl.num_warps(), 4, 4)
+    words = codes.index(block * CHUNKS * PARTS + PART).load(WORDS)
+    if CHUNKS == 2:
+        more = codes.index((block * CHUNKS + 1) * PARTS + PART).load(WORDS)
+        found = (_bytes((words,), ASM, OPERANDS), _bytes((more,), ASM, OPERANDS))
+    else:
+        given = (words,) if high is None else (words, high)
+        p0, p1, p2, p3 = _bytes(given, ASM, OPERANDS)
+        l0, r0 = _halves(p0)
+        l1, r1 = _halves(p1)
+        l2, r2 = _halves(p2)
+        l3, r3 = _halves(p3)
+        found = ((l0, l1, l2, l3), (r0, r1, r2, r3))
+    return found
 
 
 @gluon.jit
@@ -233,7 +229,7 @@ def _high_of(bits, BITS: gl.constexpr, WARPS: gl.constexpr):
         ROWS: gl.constexpr = bits.shape[0]
         both = gl.join(low, above).reshape([ROWS, 2, 16, 2]).permute((0, 1, 3, 2))
         bits = gl.convert_layout(
-            both.reshape([ROWS, _WORDS]), _linear_layout(ROWS, _WORDS, WARPS, 4, 4)
+            both.reshape([ROWS, _WORDS]), rows_layout(ROWS, _WORDS, WARPS, 4, 4)
         )
     return bits
 
@@ -254,17 +250,31 @@ def _integers(values, scale, PAR: gl.constexpr, PARITY: gl.constexpr):
 
 
 @gluon.jit
-def _sums(values, scale, ROWS: gl.constexpr):
+def _sums(values, scale):
+    """The sums of groups ``[pairs, 8]`` of the integers that columns ``[pairs, 256]`` become."""
+    PAIRS: gl.constexpr = values.shape[0]
+    bits = gl.fma(values, scale, gl.full(values.shape, _MAGIC, gl.float32, values.type.layout))
+    whole = bits.to(gl.int32, bitcast=True) - 0x4B400080
+    return gl.sum(whole.reshape([PAIRS, 8, 32]), axis=2)
+
+
+@gluon.jit
+def _floats_of(sums, ROWS: gl.constexpr):
+    """The sums of groups in float32, ``[blocks, 8, ROWS]``."""
+    PAIRS: gl.constexpr = sums.shape[0]
+    return sums.to(gl.float32).reshape([ROWS, PAIRS // ROWS, 8]).permute((1, 2, 0))
+
+
+@gluon.jit
+def _words_of(sums, ROWS: gl.constexpr):
     """The sums of groups as words of four bytes, one of each group of a half.
 
     ``[blocks, 8, ROWS]``: of the lowest bytes for both halves, of the middle ones and of the high
     ones, which have a sign; the last two are any.
     """
-    PAIRS: gl.constexpr = values.shape[0]
-    bits = gl.fma(values, scale, gl.full(values.shape, _MAGIC, gl.float32, values.type.layout))
-    whole = bits.to(gl.int32, bitcast=True) - 0x4B400080
+    PAIRS: gl.constexpr = sums.shape[0]
     WORDS: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [gl.num_warps(), 1], [1, 0])
-    sums = gl.convert_layout(gl.sum(whole.reshape([PAIRS, 8, 32]), axis=2), WORDS)
+    sums = gl.convert_layout(sums, WORDS)
     places = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, WORDS)) % 4 * 8, 0)
     low = _four((sums & 255) << places, ROWS)
     middle = _four((sums >> 8 & 255) << places, ROWS)
@@ -336,7 +346,8 @@ def _place_x(
         both = both.reshape([BLOCKS, 8, ROWS, 4, 32])
     scales = (top / _TOP).reshape([ROWS, BLOCKS]).permute((1, 0))
     if x_sums is not None:
-        sums = _sums(values, inverse, ROWS)
+        sums = _sums(values, inverse)
+        sums = _floats_of(sums, ROWS) if x_sums.dtype == gl.float32 else _words_of(sums, ROWS)
         if ROWS < PLACES:
             sums = sums.reshape([BLOCKS * 8, 1])
             for size in gl.static_range(PLACES.bit_length() - 1):
@@ -377,6 +388,7 @@ def _linear_kernel(
     PAR: gl.constexpr,
     ROWS: gl.constexpr,
     RUN: gl.constexpr,
+    DEPTH: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     SPLITS: gl.constexpr,
@@ -397,44 +409,51 @@ def _linear_kernel(
     WARPS: gl.constexpr = gl.num_warps()
     PARTS: gl.constexpr = 2 if GATED else 1
     MINIMA: gl.constexpr = minima_desc is not None
-    KINDS: gl.constexpr = headers_desc.block_type.shape[0]
+    FLOATS: gl.constexpr = headers_desc is None
+    KINDS: gl.constexpr = 2 if MINIMA else 1
     HIGH: gl.constexpr = 0 if high_desc is None else high_desc.block_type.shape[4]
-    DEPTH: gl.constexpr = codes_desc.block_type.shape[0]
+    CHUNKS: gl.constexpr = codes_desc.block_type.shape[0] // DEPTH
     WIDTH: gl.constexpr = 2 * PAR
-    IN_BLOCK: gl.constexpr = 2 * _WORDS + HIGH + KINDS * (4 * WIDTH + 2)
-    BYTES: gl.constexpr = DEPTH * PARTS * BLOCK_N * IN_BLOCK
+    SCALES: gl.constexpr = 16 if FLOATS else 4 * WIDTH + 2
+    BYTES: gl.constexpr = DEPTH * PARTS * BLOCK_N * (128 * CHUNKS + HIGH + KINDS * SCALES)
     BOXES: gl.constexpr = STAGES * DEPTH * PARTS
     RESULTS: gl.constexpr = BLOCK_M * PAR
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 4)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, ACC, 4)
-    WORDS: gl.constexpr = _linear_layout(BLOCK_N, _WORDS, WARPS, 4, 4)
-    HIGHS: gl.constexpr = _linear_layout(BLOCK_N, max(16, HIGH), WARPS, 4, 4)
-    SUMS: gl.constexpr = _linear_layout(BLOCK_N, RESULTS, WARPS, 1, 4)
+    HIGHS: gl.constexpr = rows_layout(BLOCK_N, max(16, HIGH), WARPS, 4, 4)
+    SUMS: gl.constexpr = rows_layout(BLOCK_N, RESULTS, WARPS, 1, 4)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     tile, split, block = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     low = split * gl.cdiv(steps, SPLITS)
     high = gl.minimum(low + gl.cdiv(steps, SPLITS), steps)
 
     # As boxes of the weight, and as rows: of the gate and of up, or of both halves of a head.
-    codes_boxes = _room(codes_desc, STAGES)
-    CODES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    codes = reinterpret(codes_boxes, gl.int16, [BOXES, BLOCK_N, _WORDS], CODES)
+    codes_boxes = room(codes_desc, STAGES)
+    CODES: gl.constexpr = gl.NVMMASharedLayout(128, codes_desc.dtype.primitive_bitwidth, rank=2)
+    WORDS: gl.constexpr = codes_desc.block_type.shape[4]
+    codes = reinterpret(codes_boxes, codes_desc.dtype, [BOXES * CHUNKS, BLOCK_N, WORDS], CODES)
     bits_boxes = codes_boxes
     bits = codes
     if HIGH:
-        bits_boxes = _room(high_desc, STAGES)
+        bits_boxes = room(high_desc, STAGES)
         BITS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(HIGH, 8, rank=2)
         bits = reinterpret(bits_boxes, gl.uint8, [BOXES, BLOCK_N, HIGH], BITS_LAYOUT)
-    scales_boxes = _room(scales_desc, STAGES)
-    scales = reinterpret(scales_boxes, gl.int32, [BOXES, BLOCK_N, WIDTH], PLAIN)
+    # Words of integers, or floats of one group after another.
+    scales_boxes = room(scales_desc, STAGES)
+    SCALE: gl.constexpr = scales_desc.dtype
+    OF_SCALES: gl.constexpr = [8 * BOXES, BLOCK_N, 1] if FLOATS else [BOXES, BLOCK_N, WIDTH]
+    scales = reinterpret(scales_boxes, SCALE, OF_SCALES, PLAIN)
     minima_boxes = scales_boxes
     minima = scales
     if MINIMA:
-        minima_boxes = _room(minima_desc, STAGES)
-        minima = reinterpret(minima_boxes, gl.int32, [BOXES, BLOCK_N, WIDTH], PLAIN)
-    headers_boxes = _room(headers_desc, STAGES)
-    headers = reinterpret(headers_boxes, gl.float16, [KINDS * BOXES, BLOCK_N, 1], PLAIN)
+        minima_boxes = room(minima_desc, STAGES)
+        minima = reinterpret(minima_boxes, SCALE, OF_SCALES, PLAIN)
+    headers_boxes = scales_boxes
+    headers = scales
+    if not FLOATS:
+        headers_boxes = room(headers_desc, STAGES)
+        headers = reinterpret(headers_boxes, gl.float16, [KINDS * BOXES, BLOCK_N, 1], PLAIN)
     PLAIN_X: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0])
     COUNT: gl.constexpr = 1 if ROWS == 1 else BLOCK_M
     x = gl.allocate_shared_memory(gl.int8, [RUN, 8, COUNT, 2 * PAR, 32], PLAIN_X)
@@ -446,19 +465,12 @@ def _linear_kernel(
     x_sums = None
     run_sums = x_scales
     if MINIMA:
-        x_sums = gl.allocate_shared_memory(gl.int32, [RUN, 8, BLOCK_M], PLAIN_THREE)
-        run_sums = reinterpret(x_sums, gl.int32, [RUN * 8, 1, BLOCK_M], PLAIN)
+        SUM: gl.constexpr = gl.float32 if FLOATS else gl.int32
+        x_sums = gl.allocate_shared_memory(SUM, [RUN, 8, BLOCK_M], PLAIN_THREE)
+        run_sums = reinterpret(x_sums, SUM, [RUN * 8, 1, BLOCK_M], PLAIN)
     run_scales = reinterpret(x_scales, gl.float32, [RUN, 1, RESULTS], PLAIN)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-    fence_async_shared()
-    sync_threads()
-    row = tile * BLOCK_N
-    head = 0
-    if HEAD_DIM:
-        head = row // HEAD_DIM
-        row = row % HEAD_DIM // 2
+    full = barriers(STAGES)
+    head, row = place_of(tile, BLOCK_N, HEAD_DIM)
     # The weight is older than all kernels: its first tiles do not wait for x.
     for stage in gl.static_range(STAGES):
         there = low + stage * DEPTH < high
@@ -466,7 +478,7 @@ def _linear_kernel(
         _load_step(
             codes_desc, high_desc, scales_desc, minima_desc, headers_desc, codes_boxes, bits_boxes,
             scales_boxes, minima_boxes, headers_boxes, full.index(stage), stage, head, row,
-            low + stage * DEPTH, there,
+            low + stage * DEPTH, DEPTH, there,
         )  # fmt: skip
     odd = gl.expand_dims(gl.arange(0, RESULTS, gl.SliceLayout(0, SUMS)) % 2 == 1, 0)
     wait(PDL)
@@ -491,7 +503,8 @@ def _linear_kernel(
     middle = gl.full([BLOCK_N, 32], -MIDDLE, gl.int8, LEFT)
     nothing = gl.zeros([BLOCK_N, 2 * RESULTS], gl.int32, ACC)
     none = gl.zeros([BLOCK_N, RESULTS], gl.int32, SUMS)
-    acc = gl.zeros([BLOCK_N, RESULTS], gl.float32, SUMS)
+    no_floats = gl.zeros([BLOCK_N, RESULTS], gl.float32, SUMS)
+    acc = no_floats
     up = acc
     stage = 0
     phase = 0
@@ -500,28 +513,34 @@ def _linear_kernel(
         mbarrier.wait(barrier, phase)
         for inner in gl.static_range(DEPTH):
             # Beyond the last super-block x is zeros.
-            box = (stage * DEPTH + inner) * PARTS
+            own = stage * DEPTH + inner
             place = step - low + inner
-            asked = _asked(scales, minima, headers, odd, stage, inner, 0, DEPTH, PARTS, SUMS)
-            up_asked = asked
-            if GATED:
-                up_asked = _asked(scales, minima, headers, odd, stage, inner, 1, DEPTH, PARTS, SUMS)
+            asked = ()
+            up_asked = ()
+            if not FLOATS:
+                asked = _asked(scales, minima, headers, odd, stage, inner, 0, DEPTH, PARTS, SUMS)
+                if GATED:
+                    up_asked = _asked(
+                        scales, minima, headers, odd, stage, inner, 1, DEPTH, PARTS, SUMS
+                    )
             high_bits = None
             up_bits = None
             if HIGH:
-                high_bits = _high_of(bits.index(box).load(HIGHS), BITS, WARPS)
+                high_bits = _high_of(bits.index(own * PARTS).load(HIGHS), BITS, WARPS)
                 if GATED:
-                    up_bits = _high_of(bits.index(box + 1).load(HIGHS), BITS, WARPS)
-            numbers = _codes_of(codes.index(box).load(WORDS), high_bits, ASM, OPERANDS)
+                    up_bits = _high_of(bits.index(own * PARTS + 1).load(HIGHS), BITS, WARPS)
+            numbers = _codes_of(codes, high_bits, own, 0, PARTS, CHUNKS, ASM, OPERANDS)
             up_numbers = numbers
             if GATED:
-                words = codes.index(box + 1).load(WORDS)
-                up_numbers = _codes_of(words, up_bits, ASM, OPERANDS)
+                up_numbers = _codes_of(codes, up_bits, own, 1, PARTS, CHUNKS, ASM, OPERANDS)
             sums = (none, none)
             up_sums = sums
+            total = no_floats
+            up_total = no_floats
             for half in gl.static_range(2):
                 for part in gl.static_range(4):
-                    values = groups.index(place * 8 + half * 4 + part)
+                    group = half * 4 + part
+                    values = groups.index(place * 8 + group)
                     if COUNT < BLOCK_M:
                         values = _repeated(values, BLOCK_M, RIGHT)
                     else:
@@ -529,29 +548,46 @@ def _linear_kernel(
                     begun = nothing
                     if MIDDLE:
                         begun = mma_v2(middle, values, nothing)
-                    products = mma_v2(gl.convert_layout(numbers[part][half], LEFT), values, begun)
-                    sums = _add(sums, products, asked, half, part, MINIMA, SUMS)
+                    of_group = None
+                    if FLOATS and MINIMA:
+                        of_group = _row(run_sums.index(place * 8 + group), SUMS)
+                    products = mma_v2(gl.convert_layout(numbers[half][part], LEFT), values, begun)
+                    if FLOATS:
+                        box = (own * 8 + group) * PARTS
+                        total = _add_floats(total, products, scales, minima, of_group, box, SUMS)
+                    else:
+                        sums = _add(sums, products, asked, half, part, MINIMA, SUMS)
                     if GATED:
                         products = mma_v2(
-                            gl.convert_layout(up_numbers[part][half], LEFT), values, begun
+                            gl.convert_layout(up_numbers[half][part], LEFT), values, begun
                         )
-                        up_sums = _add(up_sums, products, up_asked, half, part, MINIMA, SUMS)
-            of_groups = ()
-            if MINIMA:
-                for each in gl.static_range(6):
-                    own = run_sums.index(place * 8 + each)
-                    of_groups += (_row(own, SUMS),)  # type: ignore[assignment]
+                        if FLOATS:
+                            up_total = _add_floats(
+                                up_total, products, scales, minima, of_group, box + 1, SUMS
+                            )
+                        else:
+                            up_sums = _add(up_sums, products, up_asked, half, part, MINIMA, SUMS)
             of_x = _row(run_scales.index(place), SUMS)
-            acc = _added(acc, sums, asked, of_groups, of_x, MINIMA)
-            if GATED:
-                up = _added(up, up_sums, up_asked, of_groups, of_x, MINIMA)
+            if FLOATS:
+                acc += total * of_x
+                if GATED:
+                    up += up_total * of_x
+            else:
+                of_groups = ()
+                if MINIMA:
+                    for each in gl.static_range(6):
+                        of_each = run_sums.index(place * 8 + each)
+                        of_groups += (_row(of_each, SUMS),)  # type: ignore[assignment]
+                acc = _added(acc, sums, asked, of_groups, of_x, MINIMA)
+                if GATED:
+                    up = _added(up, up_sums, up_asked, of_groups, of_x, MINIMA)
         sync_threads()
         more = step + STAGES * DEPTH < high
         mbarrier.expect(barrier, BYTES, pred=more)
         _load_step(
             codes_desc, high_desc, scales_desc, minima_desc, headers_desc, codes_boxes, bits_boxes,
             scales_boxes, minima_boxes, headers_boxes, barrier, stage, head, row,
-            step + STAGES * DEPTH, more,
+            step + STAGES * DEPTH, DEPTH, more,
         )  # fmt: skip
         stage += 1
         if stage == STAGES:
@@ -563,7 +599,7 @@ def _linear_kernel(
     if PAR == 2:
         acc = gl.sum(acc.reshape([BLOCK_N, BLOCK_M, 2]), axis=2)
         up = gl.sum(up.reshape([BLOCK_N, BLOCK_M, 2]), axis=2)
-    RESULT: gl.constexpr = _linear_layout(BLOCK_N, BLOCK_M, WARPS, 1, min(BLOCK_M, 4))
+    RESULT: gl.constexpr = rows_layout(BLOCK_N, BLOCK_M, WARPS, 1, min(BLOCK_M, 4))
     acc = gl.convert_layout(acc, RESULT)
     up = gl.convert_layout(up, RESULT)
     conclude(
@@ -602,6 +638,16 @@ def _add(
 
 
 @gluon.jit
+def _add_floats(total, products, scales, minima, of_group, at, LAYOUT: gl.constexpr):
+    """The sums of a super-block and of a group's products and its minimum."""
+    high, low = _pairs(products, LAYOUT)
+    total += ((high << 8) + low).to(gl.float32) * _of_rows(scales.index(at), LAYOUT)
+    if of_group is not None:
+        total += of_group * _of_rows(minima.index(at), LAYOUT)
+    return total
+
+
+@gluon.jit
 def _added(acc, sums, asked, of_groups, of_x, MINIMA: gl.constexpr):
     """``acc`` and the sums of a super-block, times their header and what x is a multiple of."""
     found = sums[0].to(gl.float32) * 256.0 + sums[1].to(gl.float32)
@@ -624,7 +670,7 @@ def is_trusted(like: Tensor, weight: GroupWeight, tile: Tile, ending: str) -> bo
     """
     rows, k = like.numel() // like.shape[-1], like.shape[-1]
     block_m = rows_of_program(tile, rows)
-    kind = (like.dtype, weight.bits, k, tile, block_m, rows == 1, ending)
+    kind = (like.dtype, *form_of(weight), k, tile, block_m, rows == 1, ending)
     shape = (1 if rows == 1 else max(2, block_m - 1), k)
     return _FAMILY.allows(
         like.device,
@@ -633,12 +679,24 @@ def is_trusted(like: Tensor, weight: GroupWeight, tile: Tile, ending: str) -> bo
     )
 
 
+# Four registers of a byte of each part to four of a part.
+_TRANSPOSING = """{
+.reg .b32 a, b, c, d;
+prmt.b32 a, $4, $5, 0x5140; prmt.b32 b, $6, $7, 0x5140;
+prmt.b32 c, $4, $5, 0x7362; prmt.b32 d, $6, $7, 0x7362;
+prmt.b32 $0, a, b, 0x5410; prmt.b32 $1, a, b, 0x7632;
+prmt.b32 $2, c, d, 0x5410; prmt.b32 $3, c, d, 0x7632;
+}"""
+
+
 @functools.cache
 def _decoding(bits: int) -> tuple[str, str]:
-    """PTX from two registers of four words to four registers of four codes, and its constraints.
+    """PTX from registers of four words to four registers of four codes, and its constraints.
 
     Codes of 5 and 6 bits are given a register of four bytes of high bits.
     """
+    if bits == 8:
+        return _TRANSPOSING, ",".join(["=r"] * 4 + ["r"] * 4)
     lines = [
         ".reg .b32 e, o, s, p0, p1, p2, p3;",
         "prmt.b32 e, $4, $5, 0x6420;",
@@ -674,47 +732,34 @@ def linear(
     launch = Launch.of(x, len(weight), epilogue, tile, bias)
     rows = launch.rows
     asm, operands = _decoding(weight.bits)
-    # By heads, halves that a program has both of, and their rows.
-    head_dim = epilogue.HEAD_DIM.value if launch.kind == "stored" else 0
-    halves = 2 if head_dim or epilogue.GATED.value else 1
-    heads = len(weight) // head_dim if head_dim else 1
-    outer, count = (heads, halves), len(weight) // (heads * halves)
-    box = tile.block_n // 2 if head_dim else tile.block_n
-
+    boxes = Boxes.of(launch, epilogue, len(weight), tile.block_n)
     depth = tile.block_k // _COLS.value
 
-    def along(each: Tensor, swizzle: int) -> TensorDescriptor:
-        """Columns of rows."""
-        width, size = each[0].numel() // steps, each.itemsize * 8
-        return TensorDescriptor(
-            each,
-            [steps, *outer, count, width],
-            [width, halves * count * steps * width, count * steps * width, steps * width, 1],
-            [depth, 1, halves, box, width],
-            gl.NVMMASharedLayout(swizzle, size, rank=5),
-        )
+    def along(each: Tensor, chunks: int = 1) -> TensorDescriptor:
+        """Columns of rows, so many parts of each super-block's."""
+        return boxes.along(each, each[0].numel() // (steps * chunks), depth * chunks)
 
     def across(each: Tensor) -> TensorDescriptor:
-        """Words of four scales."""
-        words = each.view(torch.int32)
-        width = words.shape[2]
-        return TensorDescriptor.from_tensor(
-            words.view(steps, *outer, count * width),
-            [depth, 1, halves, box * width],
-            gl.NVMMASharedLayout(0, 32, rank=4),
-        )
+        """Words of four scales, or floats of a group after another."""
+        if weight.headers is None:
+            return boxes.across(each, 8 * depth)
+        return boxes.across(each.view(torch.int32), depth)
 
-    assert weight.headers is not None, "fits asks for them"
-    headers = weight.headers.view(-1, steps, *outer, count)
-    of_headers = [len(headers), depth, 1, halves, box]
+    headers = None
+    if weight.headers is not None:
+        whole = weight.headers.view(-1, steps, boxes.heads, boxes.halves, boxes.rows)
+        of_headers = [len(whole), depth, 1, boxes.halves, boxes.box]
+        headers = TensorDescriptor.from_tensor(
+            whole, of_headers, gl.NVMMASharedLayout(0, 16, rank=5)
+        )
     _linear_kernel[launch.grid](
-        along(weight.words, 128),
-        None if weight.high is None else along(weight.high, weight.high[0].numel() // steps),
+        along(weight.words, 2 if weight.bits == 8 else 1),
+        None if weight.high is None else along(weight.high),
         rows,
         rows.stride(0),
         across(weight.scales),
         None if weight.minima is None else across(weight.minima),
-        TensorDescriptor.from_tensor(headers, of_headers, gl.NVMMASharedLayout(0, 16, rank=5)),
+        headers,
         *launch.given,
         steps,
         ASM=asm,
@@ -724,6 +769,7 @@ def linear(
         PAR=parity,
         ROWS=1 if len(rows) == 1 else launch.block_m,
         RUN=max(depth, triton.next_power_of_2(triton.cdiv(steps, tile.splits))),
+        DEPTH=depth,
         BLOCK_N=tile.block_n,
         STAGES=tile.num_stages,
         **launch.constants,

@@ -1,0 +1,1 @@
+"""How tiles of a weight come to shared memory on Hopper."""
