@@ -38,7 +38,7 @@ from engine_core.kernels.linear.boxes.hopper.triton import (
     Boxes,
     barriers,
     float_of,
-    load_floats,
+    load_box,
     place_of,
     room,
     rows_layout,
@@ -81,22 +81,18 @@ def _products_layout(rows, warps, of_groups):
 
 
 @gluon.jit
-def _load_codes(
-    desc, high_desc, words, highs, barrier, stage, row, apart, step, BOXES: gl.constexpr,
-    BLOCKS: gl.constexpr, pred,
+def _load_weight(
+    codes_desc, high_desc, scales, minima, codes, bits, of_scales, of_minima, barrier, stage, head,
+    row, step, pred,
 ):  # fmt: skip
-    """Begin to load a step's words, and high bits, of BOXES of rows, ``apart`` from one another."""
-    for box in gl.static_range(BOXES):
-        for block in gl.static_range(BLOCKS):
-            at = (stage * BLOCKS + block) * BOXES + box
-            place = [row + box * apart, (step * BLOCKS + block) * desc.block_type.shape[1]]
-            tma_load(desc, place, barrier, words.index(at), pred=pred)
-            if high_desc is not None:
-                place = [
-                    row + box * apart,
-                    (step * BLOCKS + block) * high_desc.block_type.shape[1],
-                ]
-                tma_load(high_desc, place, barrier, highs.index(at), pred=pred)
+    """Begin to load a step's words and high bits, and what shared memory has the floats of."""
+    load_box(codes_desc, codes, barrier, stage, head, row, step, pred)
+    if high_desc is not None:
+        load_box(high_desc, bits, barrier, stage, head, row, step, pred)
+    if of_scales is not None:
+        load_box(scales, of_scales, barrier, stage, head, row, step, pred)
+        if minima is not None:
+            load_box(minima, of_minima, barrier, stage, head, row, step, pred)
 
 
 @gluon.jit
@@ -190,11 +186,11 @@ def _factors(asked, scales, minima, at, GROUP: gl.constexpr, MINIMA: gl.constexp
     if scales is None:
         found = (_scale(asked[0], asked[1].to(gl.float32), GROUP, not MINIMA),)
         if MINIMA:
-            found += (_scale(asked[2], asked[3].to(gl.float32), GROUP, False),)
+            found += (_scale(asked[2], asked[3].to(gl.float32), GROUP, False),)  # type: ignore[assignment]
     else:
         found = (float_of(scales.index(at), LAYOUT),)
         if MINIMA:
-            found += (float_of(minima.index(at), LAYOUT),)
+            found += (float_of(minima.index(at), LAYOUT),)  # type: ignore[assignment]
     return found
 
 
@@ -202,7 +198,7 @@ def _factors(asked, scales, minima, at, GROUP: gl.constexpr, MINIMA: gl.constexp
 def _add(total, products, sums, factors, EXCESS: gl.constexpr, MINIMA: gl.constexpr):
     """A group's products times its scale, less what they are too large by, and its minimum."""
     total += products * gl.expand_dims(factors[0], 1)
-    if sums is not None:
+    if MINIMA or EXCESS != 0:
         added = factors[0] * -EXCESS
         if MINIMA:
             added += factors[1]
@@ -250,7 +246,6 @@ def _linear_kernel(
         launch_dependents(PDL)
     GATED: gl.constexpr = epilogue.GATED
     HEAD_DIM: gl.constexpr = epilogue.HEAD_DIM if KIND == "stored" else 0
-    BOXES: gl.constexpr = 2 if GATED or HEAD_DIM else 1
     ELEMENT: gl.constexpr = x_desc.dtype
     WARPS: gl.constexpr = gl.num_warps()
     PARTS: gl.constexpr = 2 if GATED else 1
@@ -260,7 +255,7 @@ def _linear_kernel(
     GROUPS: gl.constexpr = x_desc.block_type.shape[0]
     LANES: gl.constexpr = _COLS // GROUPS
     BLOCKS: gl.constexpr = GROUPS // 4
-    HIGH: gl.constexpr = 0 if high_desc is None else high_desc.block_type.shape[1]
+    HIGH: gl.constexpr = 0 if high_desc is None else high_desc.block_type.shape[4]
     WORD: gl.constexpr = codes_desc.dtype.primitive_bitwidth // 8
     FLOAT_BYTES: gl.constexpr = (4 if MINIMA else 2) * 4 if FLOATS else 0
     ROW_BYTES: gl.constexpr = BLOCKS * (WORD * LANES + HIGH + FLOAT_BYTES)
@@ -273,37 +268,29 @@ def _linear_kernel(
     low = split * gl.cdiv(steps, SPLITS)
     high = gl.minimum(low + gl.cdiv(steps, SPLITS), steps)
 
-    codes = gl.allocate_shared_memory(
-        codes_desc.dtype, [STAGES * BLOCKS * PARTS, BLOCK_N, LANES], codes_desc.layout
-    )
-    boxes = codes
+    # As boxes of the weight, and as rows: of the gate and of up, or of both halves of a head.
+    PLACES: gl.constexpr = STAGES * BLOCKS * PARTS
+    codes_boxes = room(codes_desc, STAGES)
+    CODES: gl.constexpr = gl.NVMMASharedLayout(WORD * LANES, 8 * WORD, rank=2)
+    codes = reinterpret(codes_boxes, codes_desc.dtype, [PLACES, BLOCK_N, LANES], CODES)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    bits_boxes = codes_boxes
     bits = codes
-    bit_boxes = codes
     if HIGH:
-        bits = gl.allocate_shared_memory(
-            gl.uint8, [STAGES * BLOCKS * PARTS, BLOCK_N, HIGH], high_desc.layout
-        )
-        bit_boxes = bits
-    if HEAD_DIM:
-        boxes = reinterpret(
-            codes, codes_desc.dtype, [STAGES * BLOCKS * 2, BLOCK_N // 2, LANES], codes_desc.layout
-        )
-        if HIGH:
-            bit_boxes = reinterpret(
-                bits, gl.uint8, [STAGES * BLOCKS * 2, BLOCK_N // 2, HIGH], high_desc.layout
-            )
+        bits_boxes = room(high_desc, STAGES)
+        bits = reinterpret(bits_boxes, gl.uint8, [PLACES, BLOCK_N, HIGH], PLAIN)
     scales_boxes = None
     minima_boxes = None
     of_groups = None
     least_of_groups = None
     if FLOATS:
-        PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        OF_GROUPS: gl.constexpr = [STAGES * GROUPS * PARTS, BLOCK_N, 1]
         scales_boxes = room(scales, STAGES)
-        of_groups = reinterpret(scales_boxes, scales.dtype, OF_GROUPS, PLAIN)
+        of_groups = reinterpret(scales_boxes, scales.dtype, [4 * PLACES, BLOCK_N, 1], PLAIN)
         if MINIMA:
             minima_boxes = room(minima, STAGES)
-            least_of_groups = reinterpret(minima_boxes, scales.dtype, OF_GROUPS, PLAIN)
+            least_of_groups = reinterpret(
+                minima_boxes, minima.dtype, [4 * PLACES, BLOCK_N, 1], PLAIN
+            )
     GROUP_X: gl.constexpr = gl.NVMMASharedLayout(2 * LANES, 16, rank=2)
     x = gl.allocate_shared_memory(ELEMENT, [STAGES, GROUPS, BLOCK_M, LANES], x_desc.layout)
     groups = reinterpret(x, ELEMENT, [STAGES * GROUPS, BLOCK_M, LANES], GROUP_X)
@@ -317,22 +304,15 @@ def _linear_kernel(
     else:
         ones = gl.full([BLOCK_N, LANES], 1.0, ELEMENT, gl.DotOperandLayout(0, ACC, 2))
     full = barriers(STAGES)
-    col = output(tile, 0, BLOCK_N, HEAD_DIM)
-    apart = HEAD_DIM // 2 if HEAD_DIM else N
     head, row = place_of(tile, BLOCK_N, HEAD_DIM)
     # The weight is older than all kernels: its first tiles do not wait for x.
     for stage in gl.static_range(STAGES):
         there = low + stage < high
         mbarrier.expect(full.index(stage), BYTES, pred=there)
-        _load_codes(
-            codes_desc, high_desc, boxes, bit_boxes, full.index(stage), stage, col, apart,
-            low + stage, BOXES, BLOCKS, there,
+        _load_weight(
+            codes_desc, high_desc, scales, minima, codes_boxes, bits_boxes, scales_boxes,
+            minima_boxes, full.index(stage), stage, head, row, low + stage, there,
         )  # fmt: skip
-        if FLOATS:
-            step = low + stage
-            load_floats(scales, scales_boxes, full.index(stage), stage, head, row, step, there)
-            if MINIMA:
-                load_floats(minima, minima_boxes, full.index(stage), stage, head, row, step, there)
     # Rows beyond the last one read it once more.
     rows = gl.minimum(output(tile, gl.arange(0, BLOCK_N, ROWS), BLOCK_N, HEAD_DIM), N - 1)
     TOTAL = N * PARTS
@@ -387,32 +367,28 @@ def _linear_kernel(
                 values = groups.index((stage * BLOCKS + own) * 4 + each)
                 group = ((stage * BLOCKS + own) * 4 + each) * PARTS
                 factors = _factors(asked, of_groups, least_of_groups, group, each, MINIMA, ROWS)
-                sums = None
                 if ASYNC:
-                    if SUMS:
-                        sums = _begin(ones, values, ACC)
                     products = _begin(numbers[each], values, ACC)
-                    begun = (products, numbers[each])
+                    up_products = products
                     if GATED:
                         up_products = _begin(up_numbers[each], values, ACC)
-                        begun += (up_products, up_numbers[each])
+                    sums = products
                     if SUMS:
-                        begun += (sums,)
+                        sums = _begin(ones, values, ACC)
                     # Registers that are read are not another's before.
-                    begun = warpgroup_mma_wait(0, deps=begun)
-                    products = begun[0]
-                    if GATED:
-                        up_products = begun[2]
-                    if SUMS:
-                        sums = begun[4 if GATED else 2]
+                    sums, products, up_products, _read, _up_read = warpgroup_mma_wait(
+                        0, deps=(sums, products, up_products, numbers[each], up_numbers[each])
+                    )
                 else:
                     values = values.permute((1, 0)).load(gl.DotOperandLayout(1, ACC, 2))
                     zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
-                    if SUMS:
-                        sums = mma_v2(ones, values, zeros)
                     products = mma_v2(numbers[each], values, zeros)
+                    up_products = products
                     if GATED:
                         up_products = mma_v2(up_numbers[each], values, zeros)
+                    sums = products
+                    if SUMS:
+                        sums = mma_v2(ones, values, zeros)
                 acc = _add(acc, products, sums, factors, EXCESS, MINIMA)
                 if GATED:
                     factors = _factors(
@@ -424,14 +400,10 @@ def _linear_kernel(
         sync_threads()
         more = step + STAGES < high
         mbarrier.expect(barrier, BYTES, pred=more)
-        _load_codes(
-            codes_desc, high_desc, boxes, bit_boxes, barrier, stage, col, apart, step + STAGES,
-            BOXES, BLOCKS, more,
+        _load_weight(
+            codes_desc, high_desc, scales, minima, codes_boxes, bits_boxes, scales_boxes,
+            minima_boxes, barrier, stage, head, row, step + STAGES, more,
         )  # fmt: skip
-        if FLOATS:
-            load_floats(scales, scales_boxes, barrier, stage, head, row, step + STAGES, more)
-            if MINIMA:
-                load_floats(minima, minima_boxes, barrier, stage, head, row, step + STAGES, more)
         _load_x(x_desc, x, barrier, stage, block * BLOCK_M, step + STAGES, more)
         stage += 1
         if stage == STAGES:
@@ -570,16 +542,11 @@ def linear(
     rows, k = launch.rows, weight.in_features
     element = str(weight.dtype).removeprefix("torch.")
     asm, operands = _decoding(element, weight.bits)
-    box = tile.block_n // 2 if launch.kind == "stored" else tile.block_n
-    width, size = weight.group_size, weight.words.itemsize
-    high = None
-    if weight.high is not None:
-        flat = weight.high.view(len(weight), -1)
-        high = TensorDescriptor.from_tensor(flat, [box, 16], gl.NVMMASharedLayout(0, 8, rank=2))
+    width, blocks = weight.group_size, _COLS.value // (4 * weight.group_size)
+    boxes = Boxes.of(launch, epilogue, len(weight), tile.block_n)
     # Groups of all rows, so that those of a step are whole tiles in shared memory.
     grouped = rows.as_strided((k // width, len(rows), width), (width, rows.stride(0), 1))
     swizzle = gl.NVMMASharedLayout(2 * width, 16, rank=3)
-    boxes = Boxes.of(launch, epilogue, len(weight), tile.block_n)
 
     def given(scales: Tensor) -> Any:
         if weight.headers is None:
@@ -587,12 +554,8 @@ def linear(
         return scales.view(torch.int32)
 
     _linear_kernel[launch.grid](
-        TensorDescriptor.from_tensor(
-            weight.words.view(len(weight), -1),
-            [box, width],
-            gl.NVMMASharedLayout(size * width, 8 * size, rank=2),
-        ),
-        high,
+        boxes.along(weight.words, weight.words.shape[2], blocks),
+        None if weight.high is None else boxes.along(weight.high, weight.high.shape[2], blocks),
         TensorDescriptor.from_tensor(
             grouped, [_COLS.value // width, launch.block_m, width], swizzle
         ),
@@ -601,7 +564,7 @@ def linear(
         weight.headers,
         *launch.given,
         k // _COLS.value,
-        _COLS.value // (4 * width),
+        blocks,
         ASM=asm,
         OPERANDS=operands,
         EXCESS=offset_of(element, weight.bits) + weight.middle,

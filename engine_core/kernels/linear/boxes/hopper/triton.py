@@ -78,10 +78,20 @@ def place_of(tile, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr):
 
 
 @gluon.jit
-def load_floats(desc, boxes, barrier, stage, head, row, step, pred):
-    """Begin to load a step's boxes of :meth:`Boxes.floats`."""
-    place = [step * desc.block_type.shape[0], head, 0, row]
-    tma_load(desc, place, barrier, boxes.index(stage), pred=pred)
+def load_box(
+    desc, boxes, barrier, stage, head, row, run, pred, DEPTH: gl.constexpr = 1,
+    WIDTH: gl.constexpr = 1,
+):  # fmt: skip
+    """Begin to load a stage's box of :class:`Boxes`: DEPTH runs of columns of all rows.
+
+    WIDTH is that of a row in one of :meth:`Boxes.across`.
+    """
+    SHAPE: gl.constexpr = desc.block_type.shape
+    first = run * (SHAPE[0] // DEPTH)
+    if len(SHAPE) == 5:
+        tma_load(desc, [first, head, 0, row, 0], barrier, boxes.index(stage), pred=pred)
+    else:
+        tma_load(desc, [first, head, 0, row * WIDTH], barrier, boxes.index(stage), pred=pred)
 
 
 @gluon.jit
@@ -116,21 +126,16 @@ class Boxes(NamedTuple):
         box = block_n // 2 if head_dim else block_n
         return cls(heads, halves, outputs // (heads * halves), box)
 
-    def along(
-        self, weight: Tensor, width: int, at_once: int, swizzle: int | None = None
-    ) -> TensorDescriptor:
-        """Rows of ``weight [N, ...]``: ``at_once`` runs of ``width`` values, one after another.
-
-        ``swizzle`` is that of shared memory; None for all of a run's bytes.
-        """
+    def along(self, weight: Tensor, width: int, at_once: int) -> TensorDescriptor:
+        """Rows of ``weight [N, ...]``: ``at_once`` runs of ``width`` values, one after another."""
         row, size = weight[0].numel(), weight.itemsize
-        layout = gl.NVMMASharedLayout(swizzle or width * size, 8 * size, rank=5)
+        swizzle = width * size if width * size >= 32 else 0
         return TensorDescriptor(
             weight,
             [row // width, self.heads, self.halves, self.rows, width],
             [width, self.halves * self.rows * row, self.rows * row, row, 1],
             [at_once, 1, self.halves, self.box, width],
-            layout,
+            gl.NVMMASharedLayout(swizzle, 8 * size, rank=5),
         )
 
     def across(self, values: Tensor, at_once: int) -> TensorDescriptor:

@@ -17,7 +17,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -33,6 +32,7 @@ from engine_core.kernels.launch.hopper.triton import (
     wait,
 )
 from engine_core.kernels.launch.triton import pdl_options
+from engine_core.kernels.linear.boxes.hopper.triton import barriers, rows_layout
 from engine_core.kernels.linear.epilogues.hopper.triton import (
     Launch,
     conclude,
@@ -57,20 +57,6 @@ _WORDS = gl.constexpr(32 * 2)
 # rows 2.832, 2.711; 32 rows 3.617, 3.601. More rows leave too few registers.
 _LEAST_AHEAD = gl.constexpr(16)
 _MOST_AHEAD = gl.constexpr(32)
-
-
-@gluon.constexpr_function
-def _words_layout(rows, warps):
-    """Where threads have a step's words ``[rows, 64]``: those of the numbers that they multiply."""
-    warp, registers, size = [], [[0, 1], [8, 0], [0, 8], [0, 16], [0, 32]], 16
-    while size < 16 * warps:
-        warp.append([size, 0])
-        size *= 2
-    while size < rows:
-        registers.append([size, 0])
-        size *= 2
-    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, warp, [], [rows, 64])
 
 
 @gluon.jit
@@ -199,7 +185,8 @@ def _linear_kernel(
     BYTES: gl.constexpr = PAIRS * (PARTS * BLOCK_N * 128 + 2 * BLOCK_M * _COLS * 2)
     AHEAD: gl.constexpr = BLOCK_M >= _LEAST_AHEAD and BLOCK_M <= _MOST_AHEAD
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
-    WORDS: gl.constexpr = _words_layout(BLOCK_N, WARPS)
+    # A step's words, those of the numbers that a thread multiplies.
+    WORDS: gl.constexpr = rows_layout(BLOCK_N, _WORDS, WARPS, 2, 4)
     tile, split, block = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     first_row = block * BLOCK_M
     steps = gl.cdiv(K, _COLS * 2 * PAIRS)
@@ -215,11 +202,7 @@ def _linear_kernel(
             codes, gl.int16, [STAGES * PAIRS * 2, BLOCK_N // 2, _WORDS], codes_desc.layout
         )
     x = gl.allocate_shared_memory(ELEMENT, [STAGES * PAIRS * 2, BLOCK_M, _COLS], x_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-    fence_async_shared()
-    sync_threads()
+    full = barriers(STAGES)
     col = output(tile, 0, BLOCK_N, HEAD_DIM)
     apart = HEAD_DIM // 2 if HEAD_DIM else N
     # The weight is older than all kernels: its first tiles do not wait for x.

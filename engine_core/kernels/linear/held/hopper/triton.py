@@ -16,7 +16,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -32,6 +31,13 @@ from engine_core.kernels.launch.hopper.triton import (
     wait,
 )
 from engine_core.kernels.launch.triton import pdl_options
+from engine_core.kernels.linear.boxes.hopper.triton import (
+    Boxes,
+    barriers,
+    load_box,
+    place_of,
+    room,
+)
 from engine_core.kernels.linear.epilogues.hopper.triton import (
     Launch,
     ask_rows,
@@ -59,18 +65,6 @@ _COLS = gl.constexpr(64)
 _CHUNKS = gl.constexpr(HELD_COLUMNS // 64)
 # Chunks of x that are asked for at once.
 _X_CHUNKS = gl.constexpr(4)
-
-
-@gluon.jit
-def _load_step(desc, weight, barrier, stage, step, tile, HEAD_DIM: gl.constexpr, pred):
-    """Begin to load a step's columns of a program's rows."""
-    SHAPE: gl.constexpr = desc.block_type.shape
-    rows = tile * SHAPE[3]
-    head = 0
-    if HEAD_DIM:
-        rows = tile * _ROWS % HEAD_DIM // 2
-        head = tile * _ROWS // HEAD_DIM
-    tma_load(desc, [step * _CHUNKS, head, 0, rows, 0], barrier, weight.index(stage), pred=pred)
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
@@ -118,24 +112,18 @@ def _linear_kernel(
     first_row = block * BLOCK_M
     low = split * RUN
 
-    BOX: gl.constexpr = w_desc.block_type.shape
-    weight = gl.allocate_shared_memory(
-        ELEMENT, [STAGES, BOX[0], BOX[1], BOX[2], BOX[3], BOX[4]], w_desc.layout
-    )
+    weight = room(w_desc, STAGES)
     weights = reinterpret(weight, ELEMENT, [STAGES * _CHUNKS, _ROWS, _COLS], CHUNK)
     X_BOXES: gl.constexpr = (RUN * _CHUNKS - 1) // _X_CHUNKS + 1
     x = gl.allocate_shared_memory(ELEMENT, [X_BOXES, _X_CHUNKS, BLOCK_M, _COLS], x_desc.layout)
     values = reinterpret(x, ELEMENT, [X_BOXES * _X_CHUNKS, BLOCK_M, _COLS], CHUNK)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    full = barriers(STAGES + 1)
     x_full = full.index(STAGES)
-    for stage in gl.static_range(STAGES + 1):
-        mbarrier.init(full.index(stage), count=1)
-    fence_async_shared()
-    sync_threads()
+    head, row = place_of(tile, BLOCK_N, HEAD_DIM)
     # The weight is older than all kernels: it does not wait for x. What is beyond K is zeros.
     for stage in gl.static_range(STAGES):
         mbarrier.expect(full.index(stage), BYTES)
-        _load_step(w_desc, weight, full.index(stage), stage, low + stage, tile, HEAD_DIM, True)
+        load_box(w_desc, weight, full.index(stage), stage, head, row, low + stage, True)
     asked_before = ask_weights(epilogue, bias_ptr, tile, N, SHAPE, KIND, HEAD_DIM)
     mbarrier.expect(x_full, X_BOXES * _X_CHUNKS * BLOCK_M * _COLS * 2)
     wait(PDL)
@@ -163,9 +151,7 @@ def _linear_kernel(
             acc = warpgroup_mma_wait(0, deps=(acc,))
             sync_threads()
             mbarrier.expect(full.index(stage), BYTES)
-            _load_step(
-                w_desc, weight, full.index(stage), stage, low + step + STAGES, tile, HEAD_DIM, True
-            )
+            load_box(w_desc, weight, full.index(stage), stage, head, row, low + step + STAGES, True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     if epilogue.LATE:
         launch_dependents(PDL)
@@ -231,20 +217,6 @@ def _trial(like: Tensor, tile: Tile, block_m: int, ending: str) -> Trial:
     return trial_of(ending, x, product, tile, lambda epilogue: linear(x, weight, epilogue, tile))
 
 
-def _weight_descriptor(weight: Tensor, gated: bool, head_dim: int) -> TensorDescriptor:
-    """A weight by chunks, heads, halves that a program has both of, their rows, and columns."""
-    n, k = weight.shape
-    heads, halves = (n // head_dim, 2) if head_dim else (1, 2 if gated else 1)
-    rows = n // (heads * halves)
-    return TensorDescriptor(
-        weight,
-        [k // _COLS.value, heads, halves, rows, _COLS.value],
-        [_COLS.value, halves * rows * k, rows * k, k, 1],
-        [_CHUNKS.value, 1, halves, HELD_ROWS // halves, _COLS.value],
-        gl.NVMMASharedLayout(128, 16, rank=5),
-    )
-
-
 def _x_descriptor(rows: Tensor, block_m: int) -> TensorDescriptor:
     """Rows by chunks, rows and columns."""
     count, k = rows.shape
@@ -272,10 +244,10 @@ def linear(
     gated, k = epilogue.GATED.value, weight.shape[1]
     block_n = HELD_ROWS // 2 if gated else HELD_ROWS
     launch = Launch.of(x, len(weight), epilogue, tile, bias, block_n)
-    head_dim = epilogue.HEAD_DIM.value if launch.kind == "stored" else 0
+    boxes = Boxes.of(launch, epilogue, len(weight), block_n)
     run = triton.cdiv(triton.cdiv(k, HELD_COLUMNS), tile.splits)
     _linear_kernel[launch.grid](
-        _weight_descriptor(weight, gated, head_dim),
+        boxes.along(weight, _COLS.value, _CHUNKS.value),
         _x_descriptor(launch.rows, launch.block_m),
         *launch.given,
         K=k,

@@ -36,6 +36,7 @@ from engine_core.kernels.linear.boxes.hopper.triton import (
     Boxes,
     barriers,
     float_of,
+    load_box,
     place_of,
     room,
     rows_layout,
@@ -94,18 +95,13 @@ def _load_step(
     headers, barrier, stage, head, row, run, DEPTH: gl.constexpr, pred,
 ):  # fmt: skip
     """Begin to load all of a program's rows in a step's super-blocks, from ``run`` on."""
-    CHUNKS: gl.constexpr = codes_desc.block_type.shape[0] // DEPTH
-    place = [run * CHUNKS, head, 0, row, 0]
-    tma_load(codes_desc, place, barrier, codes.index(stage), pred=pred)
+    load_box(codes_desc, codes, barrier, stage, head, row, run, pred, DEPTH)
     if high_desc is not None:
-        place = [run, head, 0, row, 0]
-        tma_load(high_desc, place, barrier, bits.index(stage), pred=pred)
-    RUNS: gl.constexpr = scales_desc.block_type.shape[0] // DEPTH
+        load_box(high_desc, bits, barrier, stage, head, row, run, pred, DEPTH)
     WIDTH: gl.constexpr = scales_desc.block_type.shape[3] // codes_desc.block_type.shape[3]
-    place = [run * RUNS, head, 0, row * WIDTH]
-    tma_load(scales_desc, place, barrier, scales.index(stage), pred=pred)
+    load_box(scales_desc, scales, barrier, stage, head, row, run, pred, DEPTH, WIDTH)
     if minima_desc is not None:
-        tma_load(minima_desc, place, barrier, minima.index(stage), pred=pred)
+        load_box(minima_desc, minima, barrier, stage, head, row, run, pred, DEPTH, WIDTH)
     if headers_desc is not None:
         tma_load(headers_desc, [0, run, head, 0, row], barrier, headers.index(stage), pred=pred)
 
