@@ -10,7 +10,11 @@ import numpy as np
 
 VOCABULARY = "Q6_K"
 # Where a block has its float16 factors, by its type: small ones make finite numbers of all blocks.
-_FACTORS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q4_0": (0,), "Q8_0": (0,)}
+_FACTORS = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q6_K": (208,),
+}
 _DRAWN = 1 << 22
 
 

@@ -112,11 +112,12 @@ def codes_linear(rows: int, ending: str, dtype: torch.dtype) -> None:
 def blocks_linear(rows: int, ending: str, kind: str, dtype: torch.dtype) -> None:
     """The same by the blocks of a GGUF file."""
     n, k = {"gated": (28672, 4096), "added": (4096, 14336), "stored": (6144, 4096)}[ending]
-    form, gpu = FORMS[kind], GPU.of_capability((9, 0))
-    tile = choose_blocks_tile(rows, n, k, ending == "gated", gpu, form.group, form.bits)
-    assert tile is not None
+    form = FORMS[kind]
     raw = torch.zeros(n, k // form.file_block, form.file_bytes, dtype=torch.uint8)
     weight, x = group_weight(raw, kind, dtype), undivided(rows, k, dtype)
+    gpu = GPU.of_capability((9, 0))
+    tile = choose_blocks_tile(rows, n, k, ending == "gated", gpu, weight.block_kind)
+    assert tile is not None
     module = integers if tile.mode == "integers" else blocks
     assert module.fits(x.values, weight)
     epilogue = epilogue_of(ending, rows, n, 128, x.values, tile)
@@ -183,6 +184,12 @@ LAUNCHES: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "blocks-added-16": (blocks_linear, (16, "added", "Q4_K", BFLOAT16)),
     "blocks-added-32": (blocks_linear, (32, "added", "Q5_K", FLOAT16)),
     "blocks-stored-1": (blocks_linear, (1, "stored", "Q6_K", BFLOAT16)),
+    "floats-gated-1": (blocks_linear, (1, "gated", "Q4_1", BFLOAT16)),
+    "floats-added-3": (blocks_linear, (3, "added", "Q8_0", FLOAT16)),
+    "floats-stored-1": (blocks_linear, (1, "stored", "Q5_0", BFLOAT16)),
+    "floats-gated-16": (blocks_linear, (16, "gated", "Q8_0", BFLOAT16)),
+    "floats-stored-16": (blocks_linear, (16, "stored", "Q5_1", BFLOAT16)),
+    "floats-gated-32": (blocks_linear, (32, "gated", "Q4_0", BFLOAT16)),
     "products-1": (product, (1, 28672, 4096, False, True)),
     "products-parts-16": (product, (16, 4096, 14336, True, False)),
     "products-17": (product, (17, 6144, 4096, False, False)),

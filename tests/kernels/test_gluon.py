@@ -365,7 +365,7 @@ def of_codes(dtype: torch.dtype, device: str, *, zeros: bool) -> GroupWeight:
 def of_blocks(name: str, dtype: torch.dtype, device: str) -> GroupWeight:
     """A weight ``[8, 4096]`` of a type of a GGUF file's blocks."""
     form = FORMS[name]
-    raw = torch.zeros(8, 4096 // 256, form.file_bytes, dtype=torch.uint8, device=device)
+    raw = torch.zeros(8, 4096 // form.file_block, form.file_bytes, dtype=torch.uint8, device=device)
     return group_weight(raw, name, dtype)
 
 
@@ -434,6 +434,10 @@ def test_linears_by_codes_are_tried_on_a_case_that_torch_solves(
         ("Q4_K", 1, "integers"),
         ("Q5_K", 3, "integers"),
         ("Q6_K", 2, "integers"),
+        ("Q4_1", 1, "integers"),
+        ("Q8_0", 4, "integers"),
+        ("Q5_0", 16, "blocks"),
+        ("Q8_0", 32, "blocks"),
     ],
 )
 def test_linears_by_blocks_are_tried_on_a_case_that_torch_solves(
@@ -447,7 +451,7 @@ def test_linears_by_blocks_are_tried_on_a_case_that_torch_solves(
 ) -> None:
     tried, right = Tried(f"linear.{module}", tmp_path, monkeypatch), OfEndings(ending)
     of = of_blocks(name, torch.bfloat16, launch_device)
-    tile = choose_blocks_tile(rows, 4096, 4096, False, HOPPER, of.group_size, of.bits)
+    tile = choose_blocks_tile(rows, 4096, 4096, False, HOPPER, of.block_kind)
     like = torch.empty((rows, 4096), dtype=torch.bfloat16, device=launch_device)
     assert tried.trusts("linear", right, like, of, tile, ending)
     for part in right.parts:
@@ -498,7 +502,7 @@ def test_hoppers_own_kernels_pass_their_trials(
         return torch.empty((1, heads, width), dtype=dtype, device="cuda")
 
     def few_of(rows: int, weight: GroupWeight) -> Tile | None:
-        return choose_blocks_tile(rows, 4096, 4096, False, HOPPER, weight.group_size, weight.bits)
+        return choose_blocks_tile(rows, 4096, 4096, False, HOPPER, weight.block_kind)
 
     names = ("attention", "linear", "linear.groups", "linear.fp8", "linear.held", "segments")
     attention, linear, codes, products, held, segments = map(hopper, names)
@@ -506,7 +510,6 @@ def test_hoppers_own_kernels_pass_their_trials(
     weight = of_codes(dtype, "cuda", zeros=True)
     tile = choose_codes_tile(1, 4096, 4096, False, HOPPER)
     blocks, integers = hopper("linear.blocks"), hopper("linear.integers")
-    many = choose_blocks_tile(16, 4096, 4096, False, HOPPER, 32, 4)
     cases: list[tuple[ModuleType, tuple[Any, ...]]] = [
         *((attention, (like(32, 128), 8, size, pdl)) for size in (16, 64) for pdl in (True, False)),
         (attention, (like(14, 64), 2, 64, True)),
@@ -516,13 +519,15 @@ def test_hoppers_own_kernels_pass_their_trials(
         *((linear, (like(1, 64)[0], has_bias, True, 64)) for has_bias in (False, True)),
         *((codes, (like(1, 4096)[0], weight, tile, ending)) for ending in ENDINGS),
         *(
-            (blocks, (like(16, 4096)[0], of_blocks(name, dtype, "cuda"), many, ending))
-            for name in ("Q4_K", "Q5_K")
+            (blocks, (like(rows, 4096)[0], weight, few_of(rows, weight), ending))
+            for name in ("Q4_K", "Q6_K", "Q4_0", "Q5_1", "Q8_0")
+            for weight in (of_blocks(name, dtype, "cuda"),)
+            for rows in (16, 32)
             for ending in ENDINGS
         ),
         *(
             (integers, (like(rows, 4096)[0], weight, few_of(rows, weight), ending))
-            for name in ("Q4_K", "Q5_K", "Q6_K")
+            for name in ("Q4_K", "Q5_K", "Q6_K", "Q4_1", "Q5_0", "Q8_0")
             for weight in (of_blocks(name, dtype, "cuda"),)
             for rows in (1, 4)
             for ending in ENDINGS
@@ -546,6 +551,7 @@ def test_what_a_trial_allows_is_what_tests_allow() -> None:
 # Of each kernel the forms that differ most, each of which takes seconds.
 EACH_KIND = (
     *("heads-48", "gated-bias", "gated-narrow", "segments-64", "codes-gated-1", "blocks-gated-1"),
+    *("floats-gated-1", "floats-gated-16"),
     *("products-parts-96", "held-gated-8"),
 )
 MORE_FORMS = (
@@ -560,6 +566,7 @@ MORE_FORMS = (
         "blocks-stored-1",
         "blocks-stored-32",
     ),
+    *("floats-added-3", "floats-stored-1", "floats-stored-16", "floats-gated-32"),
     *("codes-added-64", "segments-80", "segments-64-long", "products-wide-32"),
     *("products-wide-192", "held-added-8", "held-stored-16"),
 )

@@ -120,11 +120,11 @@ def test_float16_products(launch_device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 7, 64, 65, 256, 300])
+@pytest.mark.parametrize("rows", [1, 3, 8, 16, 31, 64, 65, 256, 300])
 @pytest.mark.parametrize("type_name", FORMS)
 def test_chosen_kernels(type_name: str, rows: int) -> None:
     for dtype in (torch.bfloat16, torch.float16):
-        weight, numbers = made(type_name, 1024, 2048, dtype, "cuda")
+        weight, numbers = made(type_name, 4096, 2048, dtype, "cuda")
         x = torch.randn(rows, 2048, device="cuda").to(dtype) / 64
         exact = x.double() @ numbers.double().T
         for gated in (False, True):
@@ -132,7 +132,7 @@ def test_chosen_kernels(type_name: str, rows: int) -> None:
             expected = gate * torch.sigmoid(gate) * up if gated else exact
             got = linear(x, weight, gated=gated)
             assert (got.double() - expected).norm() / expected.norm() < 0.006
-        ids = torch.randint(1024, (rows,), device="cuda")
+        ids = torch.randint(4096, (rows,), device="cuda")
         assert torch.equal(weight.take(ids), numbers[ids].to(dtype))
 
 

@@ -14,10 +14,12 @@ from test_linear_groups import Kind, made
 from torch import Tensor
 
 from engine_core.kernels import DeferredRMSNorm, GroupWeight, linear
+from engine_core.kernels.block_linear import FORMS
 from engine_core.kernels.gpu import GPU
 from engine_core.kernels.linear import linear_add, linear_rotary_store
 from engine_core.kernels.linear.tiles import (
     CODES_BLOCK_N,
+    BlockKind,
     Tile,
     choose_blocks_tile,
     choose_codes_tile,
@@ -74,7 +76,8 @@ def tile_of(kind: Kind | Blocks, splits: int) -> Tile:
     sizes = (CODES_BLOCK_N, 256, splits, "codes", 4, 2)
     if isinstance(kind, Integers):
         return Tile(*sizes, least_rows=2 if kind.name == "Q6_K" else 4, most_rows=8)
-    return Tile(*sizes, least_rows=8, most_rows=64)
+    # Of many rows; either way is that of some shapes.
+    return Tile(*sizes, least_rows=8, most_rows=64, ahead=splits == 2)
 
 
 class Case:
@@ -176,7 +179,11 @@ def test_heads_are_rotated_and_stored(
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("kind", [Kind(4, 128, True, 2048), Integers("Q4_K", 2048)], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [Kind(4, 128, True, 2048), Integers("Q4_K", 2048), Integers("Q8_0", 2048)],
+    ids=str,
+)
 def test_the_engines_linears_take_it(kind: Kind | Blocks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the rule says so and its tensors fit; else the portable kernel's tiles are taken."""
     rows = 3 if isinstance(kind, Integers) else 5
@@ -222,7 +229,12 @@ def test_the_engines_linears_take_it(kind: Kind | Blocks, monkeypatch: pytest.Mo
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize(
-    "kind", [Kind(4, 128, True, 2048), Blocks("Q4_K", 2048), Integers("Q4_K", 2048)], ids=str
+    "kind",
+    [
+        Kind(4, 128, True, 2048),
+        *(of(name, 2048) for of in (Blocks, Integers) for name in ("Q4_K", "Q4_1")),
+    ],
+    ids=str,
 )
 def test_it_waits_for_what_it_reads(kind: Kind | Blocks) -> None:
     """In a graph it begins before the kernel ahead has ended, which lets it at once."""
@@ -293,23 +305,50 @@ def test_where_it_was_seen_to_be_faster() -> None:
     assert splits(6144, 4096, False) == [4, 4, 4, 2, 0]
     assert splits(4096, 4096, False) == [8, 8, 4, 4, 0]
     assert splits(896, 4864, False) == splits(4096, 896, False) == [0] * 5
-    for rows, n, k, group, bits, mode, parts in (
-        (1, 28672, 4096, 32, 4, "integers", 2),
-        (8, 28672, 4096, 32, 5, "integers", 2),
-        (16, 28672, 4096, 32, 4, "codes", 2),
-        (32, 28672, 4096, 32, 8, "codes", 1),
-        (1, 4096, 14336, 32, 4, "integers", 7),
-        (1, 4096, 14336, 32, 8, "integers", 8),
-        (8, 4096, 14336, 32, 4, "codes", 8),
-        (4, 128256, 4096, 16, 6, "integers", 1),
-        (8, 128256, 4096, 16, 6, "codes", 1),
-        (1, 8192, 28672, 32, 4, "codes", 4),
-    ):
-        blocks = choose_blocks_tile(rows, n, k, n == 28672, HOPPER, group, bits)
-        assert blocks is not None
-        assert (blocks.mode, blocks.splits) == (mode, parts)
-    for rows, group, bits in ((33, 32, 4), (9, 16, 6)):
-        assert choose_blocks_tile(rows, 4096, 4096, False, HOPPER, group, bits) is None
-    assert choose_blocks_tile(1, 4096, 4096, False, ADA, 32, 4) is None
     for gpu in (ADA, BLACKWELL, None):
         assert splits(4096, 4096, False, gpu) == [0] * 5
+
+
+def test_where_blocks_were_seen_to_be_faster() -> None:
+    """The measurements are in benchmarks/notes/quantisation.md."""
+
+    def chosen(name: str, rows: int, n: int, k: int, gpu: GPU = HOPPER) -> Tile | None:
+        form = FORMS[name]
+        kind = BlockKind(form.group, form.bits, not form.layered, form.affine)
+        return choose_blocks_tile(rows, n, k, n == 28672, gpu, kind)
+
+    for name, rows, n, k, mode, parts, ahead in (
+        ("Q4_K", 1, 28672, 4096, "integers", 2, False),
+        ("Q5_K", 8, 28672, 4096, "integers", 2, False),
+        ("Q4_0", 4, 28672, 4096, "integers", 2, False),
+        ("Q4_0", 8, 28672, 4096, "codes", 2, False),
+        ("Q8_0", 1, 28672, 4096, "integers", 1, False),
+        ("Q8_0", 16, 28672, 4096, "codes", 1, False),
+        ("Q4_K", 16, 28672, 4096, "codes", 2, False),
+        ("Q6_K", 16, 28672, 4096, "codes", 2, False),
+        ("Q4_K", 32, 28672, 4096, "codes", 1, False),
+        ("Q5_0", 32, 28672, 4096, "codes", 1, True),
+        ("Q4_K", 1, 4096, 14336, "integers", 7, False),
+        ("Q8_0", 1, 4096, 14336, "integers", 8, False),
+        ("Q4_K", 8, 4096, 14336, "codes", 8, False),
+        ("Q4_1", 32, 4096, 14336, "codes", 4, True),
+        ("Q4_1", 32, 6144, 4096, "codes", 4, False),
+        ("Q4_0", 32, 4096, 14336, "codes", 8, True),
+        ("Q4_0", 32, 6144, 4096, "codes", 4, True),
+        ("Q8_0", 32, 4096, 4096, "codes", 4, True),
+        ("Q6_K", 32, 4096, 14336, "codes", 4, True),
+        ("Q6_K", 4, 128256, 4096, "integers", 1, False),
+        ("Q6_K", 8, 128256, 4096, "codes", 1, False),
+        ("Q4_K", 1, 8192, 28672, "codes", 4, False),
+    ):
+        tile = chosen(name, rows, n, k)
+        assert tile is not None
+        assert (tile.mode, tile.splits, tile.ahead) == (mode, parts, ahead), (name, rows, n, k)
+    for name, rows, n, k in (
+        ("Q4_K", 33, 4096, 4096),
+        ("Q6_K", 17, 28672, 4096),
+        ("Q8_0", 17, 4096, 14336),
+        ("Q5_0", 1, 896, 896),
+    ):
+        assert chosen(name, rows, n, k) is None
+    assert chosen("Q4_K", 1, 4096, 4096, ADA) is None

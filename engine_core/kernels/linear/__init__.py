@@ -655,7 +655,7 @@ def _tile(
             return None
         if ending is not None and isinstance(weight, GroupWeight):
             if weight.group_size in (16, 32):
-                tile = tiles.choose_blocks_tile(*shape, weight.group_size, weight.bits)
+                tile = tiles.choose_blocks_tile(*shape, weight.block_kind)
             else:
                 tile = tiles.choose_codes_tile(*shape)
             if tile is not None and _hopper_takes(x, weight, tile, ending):

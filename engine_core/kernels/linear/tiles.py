@@ -35,6 +35,7 @@ class Tile:
             first operand from shared memory.
         most_rows: rows of a program at most.
         max_registers: of a thread; 0 for as many as there are.
+        ahead: whether products of codes begin before those of the group before are added.
     """
 
     block_n: int
@@ -47,6 +48,7 @@ class Tile:
     least_rows: int = 16
     most_rows: int = 128
     max_registers: int = 0
+    ahead: bool = False
 
 
 class ProductTile(NamedTuple):
@@ -506,33 +508,74 @@ def choose_codes_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -
 INTEGERS_RUN = 4096
 
 
+class BlockKind(NamedTuple):
+    """A weight in GGUF blocks, as far as its tile depends on it.
+
+    Attributes:
+        group: codes that share a scale.
+        bits: of a code.
+        floats: whether scales are floats, and not factors of those of super-blocks.
+        minima: whether there are minima.
+    """
+
+    group: int
+    bits: int
+    floats: bool
+    minima: bool
+
+
 def choose_blocks_tile(
-    rows: int, n: int, k: int, gated: bool, gpu: GPU | None, group: int, bits: int
+    rows: int, n: int, k: int, gated: bool, gpu: GPU | None, kind: BlockKind
 ) -> Tile | None:
-    """The tile of Hopper's own kernels for GGUF blocks, whose scales are of ``group`` codes.
+    """The tile of Hopper's own kernels for GGUF blocks.
 
     None where neither was seen to be faster than that of :func:`choose_group_tile`. By the times of
-    Llama 3 8B's linears on an H200, us with that one and as numbers, of Q4_K. 28672x4096, gated: 1
-    row 62.4, 35.3; 16 rows 65.4, 42.3; 32 rows 153, 53.9. 4096x14336: 34.7, 18.4; 37.0, 22.9; 46.2,
-    34.6. Of Q6_K: 33.6, 20.5 for 6144x4096, but with 32 rows 61.2, 63.7 for 4096x14336.
+    Llama 3 8B's linears on an H200, us with that one and as numbers. 28672x4096, gated, Q4_K: 1 row
+    62.4, 35.3; 16 rows 65.4, 41.0; 32 rows 153, 51.1; Q6_K 16 rows 73.0, 54.8; Q4_0 8 rows 38.1,
+    23.3; 32 rows 46.8, 36.1; Q5_1 8 rows 98.8, 37.9; 32 rows 216, 52.4; Q8_0 8 rows 52.9, 37.9; 32
+    rows 81.2, 38.3. 4096x14336, Q4_K: 16 rows 37.0, 22.3; 32 rows 46.2, 26.4; Q6_K 16 rows 59.0,
+    34.5; 32 rows 60.3, 47.3; Q8_0 16 rows 33.5, 20.1, but with 32 rows 25.1, 27.6.
 
-    As numbers and as integers, Q4_K. 28672x4096: 1 row 34.9, 21.5; 4 rows 34.2, 23.1; 8 rows 34.6,
-    31.2. 4096x14336: 18.5, 12.9; 18.6, 14.8; 19.0, 19.6. 4096x4096: 8.2, 6.3; 7.8, 8.2; 7.8, 8.5.
-    Q6_K, 1 row: 298, 101 for 128256x4096 and 36.2, 15.7 for 4096x14336.
+    As numbers and as integers. 28672x4096, Q4_K: 1 row 34.9, 21.5; 8 rows 34.6, 31.2; Q4_0: 4 rows
+    23.2, 21.1; 8 rows 23.3, 30.2; Q5_1: 4 rows 37.3, 31.9. 4096x14336, Q4_K: 1 row 18.5, 12.9; 8
+    rows 19.0, 19.6; Q4_0: 4 rows 17.3, 12.7; 8 rows 17.5, 22.1. Q6_K, 1 row: 298, 101 for
+    128256x4096 and 36.2, 15.7 for 4096x14336.
     """
     tile = choose_codes_tile(rows, n, k, gated, gpu)
-    if tile is None or rows > (32 if group == 32 else 8):
+    narrow = kind.group == 16
+    if gpu is None or tile is None or rows > (16 if gated and narrow else 32):
         return None
-    tile = replace(tile, num_stages=2, max_registers=128 if rows <= 16 else 0)
-    if rows > (8 if gated and group == 32 else 4) or k > INTEGERS_RUN * tile.splits:
+    if kind.bits == 8 and rows > 16 and not gated and k > 8192:
+        return None
+    splits, tiles = tile.splits, -(-(n // 2 if gated else n) // CODES_BLOCK_N)
+    two_each = 2 * gpu.num_multiprocessors
+    # Two programs have room, and a third would wait: us of 28672x4096, Q8_0, 1 row in two splits
+    # and in one, as integers 36.8, 32.3, as numbers 36.9, 34.1.
+    while kind.bits == 8 and gated and splits > 1 and tiles * splits > two_each:
+        splits //= 2
+    # Four have: us of 4096x14336, Q4_0, 32 rows in four splits and in eight 29.1, 19.9.
+    small = kind.bits == 4 and kind.floats and not kind.minima
+    if small and rows > 16 and not gated and tiles * splits <= two_each and k >= 1024 * splits:
+        splits *= 2
+    # Takes registers, so that no more than two programs with minima have room: us of Q5_1, 32 rows,
+    # without and with that, for 4096x14336 38.1, 28.0, for 6144x4096 14.7, 20.2.
+    ahead = not kind.minima or (not gated and tiles * splits <= two_each)
+    tile = replace(
+        tile, splits=splits, num_stages=2, max_registers=128 if rows <= 16 else 0,
+        ahead=ahead and rows > 16,
+    )  # fmt: skip
+    most = 8 if gated and not narrow and not kind.floats else 4
+    if rows > most or k > INTEGERS_RUN * splits:
         return tile
-    width = 256 if gated or group == 16 or bits == 8 else 512
+    width = 256 if gated or narrow or kind.bits == 8 else 512
     # No program has steps behind the last column; where columns end in one, x is 0 there.
-    splits = -(-k // (width * -(-k // (width * tile.splits))))
-    registers = 96 if rows == 1 and group == 32 else 128
+    splits = -(-k // (width * -(-k // (width * splits))))
     return replace(
-        tile, mode="integers", block_k=width, splits=splits, least_rows=group // 8, most_rows=8,
-        max_registers=registers,
+        tile, mode="integers", block_k=width, splits=splits, least_rows=kind.group // 8,
+        most_rows=8, max_registers=96 if rows == 1 and not narrow else 128,
+        # us of 4096x14336, Q8_0, 1 row with 2, 3 and 4: 19.1, 17.5, 19.7. More rows of x take the
+        # memory of the third.
+        num_stages=3 if kind.bits == 8 and rows == 1 and not gated else 2,
     )  # fmt: skip
 
 

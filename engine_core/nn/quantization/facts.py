@@ -128,7 +128,8 @@ FACTS = (
         "cuda",
         "steps of more than 16 tokens may take longer than with bfloat16 weights: on an H200 one "
         "of a model of 8B weights in Q4_K took 1.9 ms with 1 token, 2.9 with 8 and 5.7 with 32, "
-        "against 3.9, 4.4 and 5.5; of Q6_K more than 8 tokens do, and types without K any; "
+        "against 3.9, 4.4 and 5.5; with weights of less than 2048 rows or columns, or of columns "
+        "that are no multiple of 256, any may; "
         f"more than {MOST_GROUP_ROWS} tokens turn the weights into numbers first",
         capability=((9, 0), (9, 1)),
     ),

@@ -209,6 +209,12 @@ class GroupWeight(CodedWeight):
         return MIDDLE[self.bits] if self.centred else 0
 
     @property
+    def block_kind(self) -> tiles.BlockKind:
+        """The kind that its tile depends on if its groups are as small as those of GGUF blocks."""
+        floats, minima = self.headers is None, self.minima is not None
+        return tiles.BlockKind(self.group_size, self.bits, floats, minima)
+
+    @property
     def shape(self) -> torch.Size:
         """``(N, K)``."""
         return torch.Size((self.words.shape[0], self.in_features))

@@ -1,10 +1,12 @@
-"""Linears of few rows by Q4_K, Q5_K and Q6_K on Hopper, in Gluon, Triton's language below the tile.
+"""Linears of few rows by GGUF blocks on Hopper, in Gluon, Triton's language below the tile.
 
 Codes come as those of :mod:`engine_core.kernels.linear.groups.hopper`. Each group of 32 or 16
 columns has products of its own. A code becomes a number that is larger than it is by the same for
 all, which takes two instructions; what the products are too large by is that times the sum of x
 over the group. The minima want the same sum: the matrix units make it, as products by ones.
-A row's scales of a super-block lie side by side, so that a thread loads them in two loads.
+Without minima these begin from that sum, as products by what is too much. Of Q4_K, Q5_K and Q6_K a
+row's scales of a super-block lie side by side, so that a thread loads them in two loads; those that
+are floats come to shared memory as codes do.
 """
 
 from __future__ import annotations
@@ -171,12 +173,19 @@ def _numbers(words, high, ELEMENT: gl.constexpr, ASM: gl.constexpr, OPERANDS: gl
 
 
 @gluon.jit
-def _begin(numbers, values, ACC: gl.constexpr):
-    """Begin to multiply a group's ``numbers [rows, LANES]`` by its ``values [BLOCK_M, LANES]``."""
+def _begin(numbers, values, more, ACC: gl.constexpr):
+    """Begin to multiply a group's ``numbers [rows, LANES]`` by its ``values [BLOCK_M, LANES]``.
+
+    And ``more``, if there are such, to be added.
+    """
     ROWS: gl.constexpr = numbers.shape[0]
     COLS: gl.constexpr = values.shape[0]
     products = gl.zeros([ROWS, COLS], gl.float32, ACC)
-    return warpgroup_mma(numbers, values.permute((1, 0)), products, use_acc=False, is_async=True)
+    values = values.permute((1, 0))
+    products = warpgroup_mma(numbers, values, products, use_acc=False, is_async=True)
+    if more is not None:
+        products = warpgroup_mma(more, values, products, is_async=True)
+    return products
 
 
 @gluon.jit
@@ -195,15 +204,30 @@ def _factors(asked, scales, minima, at, GROUP: gl.constexpr, MINIMA: gl.constexp
 
 
 @gluon.jit
-def _add(total, products, sums, factors, EXCESS: gl.constexpr, MINIMA: gl.constexpr):
-    """A group's products times its scale, less what they are too large by, and its minimum."""
+def _add_scaled(total, products, sums, factors, EXCESS: gl.constexpr, MINIMA: gl.constexpr):
+    """A group's products times its scale, and with a minimum less what they are too large by."""
     total += products * gl.expand_dims(factors[0], 1)
-    if MINIMA or EXCESS != 0:
-        added = factors[0] * -EXCESS
-        if MINIMA:
-            added += factors[1]
-        total += sums * gl.expand_dims(added, 1)
+    if MINIMA:
+        total += sums * gl.expand_dims(factors[0] * -EXCESS + factors[1], 1)
     return total
+
+
+@gluon.jit
+def _add(
+    acc, up, begun, asked, up_asked, scales, minima, at, GROUP: gl.constexpr,
+    PENDING: gl.constexpr, EXCESS: gl.constexpr, MINIMA: gl.constexpr, GATED: gl.constexpr,
+    ROWS: gl.constexpr,
+):  # fmt: skip
+    """The sums with a group's products, of the gate and of up; PENDING ones were begun since."""
+    if len(begun) == 5:
+        # Registers that are read are not another's before.
+        begun = warpgroup_mma_wait(PENDING, deps=begun)
+    factors = _factors(asked, scales, minima, at, GROUP, MINIMA, ROWS)
+    acc = _add_scaled(acc, begun[0], begun[2], factors, EXCESS, MINIMA)
+    if GATED:
+        factors = _factors(up_asked, scales, minima, at + 1, GROUP, MINIMA, ROWS)
+        up = _add_scaled(up, begun[1], begun[2], factors, EXCESS, MINIMA)
+    return acc, up
 
 
 @gluon.jit(do_not_specialize=["num_rows", "steps", "inner"])
@@ -232,6 +256,7 @@ def _linear_kernel(
     BLOCK_N: gl.constexpr,
     SPLITS: gl.constexpr,
     STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
     KIND: gl.constexpr,
     SQUARES: gl.constexpr,
     PDL: gl.constexpr,
@@ -261,6 +286,8 @@ def _linear_kernel(
     ROW_BYTES: gl.constexpr = BLOCKS * (WORD * LANES + HIGH + FLOAT_BYTES)
     BYTES: gl.constexpr = PARTS * BLOCK_N * ROW_BYTES + BLOCK_M * _COLS * 2
     ASYNC: gl.constexpr = BLOCK_M > _MOST_AT_ONCE
+    # Of a group.
+    DOTS: gl.constexpr = PARTS + 1 if MINIMA else PARTS * (2 if SUMS else 1)
     ACC: gl.constexpr = _products_layout(BLOCK_M, WARPS, ASYNC)
     ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
     WORDS: gl.constexpr = _words_layout(BLOCK_N, LANES, WARPS)
@@ -294,15 +321,17 @@ def _linear_kernel(
     GROUP_X: gl.constexpr = gl.NVMMASharedLayout(2 * LANES, 16, rank=2)
     x = gl.allocate_shared_memory(ELEMENT, [STAGES, GROUPS, BLOCK_M, LANES], x_desc.layout)
     groups = reinterpret(x, ELEMENT, [STAGES * GROUPS, BLOCK_M, LANES], GROUP_X)
-    # The sum of a group of x is a product by these.
+    # The sum of a group of x is a product by these; or, without minima, what is too much at once.
+    ONE: gl.constexpr = 1.0 if MINIMA else -EXCESS
     if not SUMS:
         ones = None
     elif ASYNC:
         ones = gl.allocate_shared_memory(ELEMENT, [BLOCK_N, LANES], GROUP_X)
         FILLED: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0])
-        ones.store(gl.full([BLOCK_N, LANES], 1.0, ELEMENT, FILLED))
+        ones.store(gl.full([BLOCK_N, LANES], ONE, ELEMENT, FILLED))
     else:
-        ones = gl.full([BLOCK_N, LANES], 1.0, ELEMENT, gl.DotOperandLayout(0, ACC, 2))
+        ones = gl.full([BLOCK_N, LANES], ONE, ELEMENT, gl.DotOperandLayout(0, ACC, 2))
+    less = None if MINIMA else ones
     full = barriers(STAGES)
     head, row = place_of(tile, BLOCK_N, HEAD_DIM)
     # The weight is older than all kernels: its first tiles do not wait for x.
@@ -363,38 +392,44 @@ def _linear_kernel(
             if GATED:
                 words = codes.index(place + 1).load(WORDS)
                 up_numbers = _numbers(words, up_bits, ELEMENT, ASM, OPERANDS, ACC)
+            before = ()
             for each in gl.static_range(4):
                 values = groups.index((stage * BLOCKS + own) * 4 + each)
                 group = ((stage * BLOCKS + own) * 4 + each) * PARTS
-                factors = _factors(asked, of_groups, least_of_groups, group, each, MINIMA, ROWS)
                 if ASYNC:
-                    products = _begin(numbers[each], values, ACC)
+                    products = _begin(numbers[each], values, less, ACC)
                     up_products = products
                     if GATED:
-                        up_products = _begin(up_numbers[each], values, ACC)
+                        up_products = _begin(up_numbers[each], values, less, ACC)
                     sums = products
-                    if SUMS:
-                        sums = _begin(ones, values, ACC)
-                    # Registers that are read are not another's before.
-                    sums, products, up_products, _read, _up_read = warpgroup_mma_wait(
-                        0, deps=(sums, products, up_products, numbers[each], up_numbers[each])
-                    )
+                    if MINIMA:
+                        sums = _begin(ones, values, None, ACC)
+                    if AHEAD and each:
+                        acc, up = _add(
+                            acc, up, before, asked, up_asked, of_groups, least_of_groups,
+                            group - PARTS, each - 1, DOTS, EXCESS, MINIMA, GATED, ROWS,
+                        )  # fmt: skip
+                    before = (products, up_products, sums, numbers[each], up_numbers[each])  # type: ignore[assignment]
+                    if not AHEAD or each == 3:
+                        acc, up = _add(
+                            acc, up, before, asked, up_asked, of_groups, least_of_groups, group,
+                            each, 0, EXCESS, MINIMA, GATED, ROWS,
+                        )  # fmt: skip
                 else:
                     values = values.permute((1, 0)).load(gl.DotOperandLayout(1, ACC, 2))
                     zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
-                    products = mma_v2(numbers[each], values, zeros)
-                    up_products = products
-                    if GATED:
-                        up_products = mma_v2(up_numbers[each], values, zeros)
-                    sums = products
+                    sums = zeros
                     if SUMS:
                         sums = mma_v2(ones, values, zeros)
-                acc = _add(acc, products, sums, factors, EXCESS, MINIMA)
-                if GATED:
-                    factors = _factors(
-                        up_asked, of_groups, least_of_groups, group + 1, each, MINIMA, ROWS
-                    )
-                    up = _add(up, up_products, sums, factors, EXCESS, MINIMA)
+                    begun = zeros if MINIMA else sums
+                    products = mma_v2(numbers[each], values, begun)
+                    up_products = products
+                    if GATED:
+                        up_products = mma_v2(up_numbers[each], values, begun)
+                    acc, up = _add(
+                        acc, up, (products, up_products, sums), asked, up_asked, of_groups,
+                        least_of_groups, group, each, 0, EXCESS, MINIMA, GATED, ROWS,
+                    )  # fmt: skip
             asked = following
             up_asked = up_following
         sync_threads()
@@ -467,7 +502,7 @@ def is_trusted(like: Tensor, weight: GroupWeight, tile: Tile, ending: str) -> bo
 
 
 def form_of(weight: GroupWeight) -> tuple[Any, ...]:
-    """What machine code depends on."""
+    """The properties that machine code depends on."""
     floats = weight.scales.dtype if weight.headers is None else None
     return weight.bits, weight.middle, weight.minima is None, floats
 
@@ -571,6 +606,7 @@ def linear(
         BITS=weight.bits,
         BLOCK_N=tile.block_n,
         STAGES=tile.num_stages,
+        AHEAD=tile.ahead,
         **launch.constants,
         **pdl_options(rows.device),
     )

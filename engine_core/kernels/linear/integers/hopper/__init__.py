@@ -1,1 +1,1 @@
-"""Linears of few rows by the blocks of a GGUF file whose scales are in two layers, on Hopper."""
+"""Linears of few rows by the blocks of a GGUF file, on Hopper."""

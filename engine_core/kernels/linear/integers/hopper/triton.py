@@ -1,10 +1,11 @@
-"""Linears of up to 8 rows by Q4_K, Q5_K and Q6_K on Hopper, as products of integers, in Gluon.
+"""Linears of up to 8 rows by GGUF blocks on Hopper, as products of integers, in Gluon.
 
 The matrix units want 8 columns and there are fewer rows: so each row is two columns of integers of
 8 bits, which together are its numbers to 16 bits, as parts of the greatest of each 256. Codes are
-integers of 8 bits as they are, 4 instructions for 8 of them where numbers of 16 bits take 7, and
-scales, integers too, multiply sums of products. All that rounds is x, at a hundredth of what
-rounding the result to 16 bits does, and one sum in float32 for each 256 columns.
+integers of 8 bits as they are, 4 instructions for 8 of them where numbers of 16 bits take 7. Scales
+of Q4_K, Q5_K and Q6_K, integers too, multiply sums of products; where scales are floats, sums of
+each 32 columns become floats before. All that rounds is x, at a hundredth of what rounding the
+result to 16 bits does, and sums in float32, of each 256 or 32 columns.
 """
 
 from __future__ import annotations
