@@ -21,6 +21,7 @@ import torch
 
 from engine_core import own_process
 from engine_core.configs import EngineConfig
+from engine_core.engine.interrupts import held_interrupt
 from engine_core.engine.startup import Opened
 from engine_core.kernels import GPU, gpu_of
 from engine_core.plugin_code import described
@@ -66,18 +67,19 @@ def begun_early(config: EngineConfig) -> Iterator[CompileProcess | None]:
     """A process for :func:`compile_beside`, where no kernels are kept; None if it is not known.
 
     It imports what it needs while this one asks the GPU, for some tenths of a second. It is ended
-    if the ``with`` block, in which the model is opened, fails.
+    if the ``with`` block, in which the model is opened and loaded, fails or is interrupted.
     """
     from engine_core.engine import kept_kernels
 
     process = None
     try:
-        # Ranks are forked after it, which they are not from a process that has a thread.
-        if config.num_ranks == 1 and _may_compile(config) and has_gpu():
-            process = None if kept_kernels.has_notes() else _fork_if_alone()
-    except Exception as error:
-        logger.warning("kernels are not compiled ahead so soon: %s", described(error))
-    try:
+        try:
+            # Ranks are forked after it, which they are not from a process that has a thread.
+            if config.num_ranks == 1 and _may_compile(config) and has_gpu():
+                with held_interrupt():
+                    process = None if kept_kernels.has_notes() else _fork_if_alone()
+        except Exception as error:
+            logger.warning("kernels are not compiled ahead so soon: %s", described(error))
         yield process
     except BaseException:
         if process is not None:
@@ -115,6 +117,7 @@ def _begin(opened: Opened, forked: CompileProcess | None) -> Compiles:
     from engine_core.engine import kept_kernels
 
     source, config = opened.source, opened.config
+    compiles = forked
     try:
         if (
             source.device.type == "cuda"
@@ -123,19 +126,24 @@ def _begin(opened: Opened, forked: CompileProcess | None) -> Compiles:
             and source.model_config.pooling is None
             and source.state_known
         ):
-            if forked is None and not kept_kernels.may_be_kept(source, config):
-                forked = _fork_if_alone([] if opened.ranks is None else opened.ranks.connections)
-            task = _task(opened)
+            # To ask for the kind of the GPU takes no memory of it yet.
+            gpu = gpu_of(source.device)
+            if compiles is None and not kept_kernels.may_be_kept(source, config, gpu):
+                ranks = [] if opened.ranks is None else opened.ranks.connections
+                with held_interrupt():
+                    compiles = _fork_if_alone(ranks)
+            task = _task(opened, gpu)
             if task is not None:
-                compiles = forked or _spawn()
+                with held_interrupt():
+                    compiles = compiles or _spawn()
                 compiles.send(pickle.dumps(task))
                 return compiles
     except BaseException:
-        if forked is not None:
-            forked.close()
+        if compiles is not None:
+            compiles.close()
         raise
-    if forked is not None:
-        forked.close()
+    if compiles is not None:
+        compiles.close()
     return NOBODY
 
 
@@ -144,10 +152,9 @@ def _fork_if_alone(connections: Iterable[Connection] = ()) -> CompileProcess | N
     return _fork(connections) if threading.active_count() == 1 else None
 
 
-def _task(opened: Opened) -> Rehearsal | None:
+def _task(opened: Opened, gpu: GPU | None) -> Rehearsal | None:
     """The start to rehearse; None if all kernels are there, or the GPU is not NVIDIA's."""
     source, config = opened.source, opened.config
-    gpu = gpu_of(source.device)
     if gpu is None:
         return None
     from engine_core.engine import kept_kernels

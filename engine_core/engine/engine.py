@@ -52,9 +52,9 @@ class Engine(HasFrontend):
         model, self.config = check_model_and_config(model, config)
         with begun_early(self.config) as begun:
             opened = open_engine(model, self.config, fork=True)
-        self.model_config: ModelConfig = opened.source.model_config
-        with opened.on_failure_ended():
-            loaded = self._load(opened, begun)
+            self.model_config: ModelConfig = opened.source.model_config
+            with opened.on_failure_ended():
+                loaded = self._load(opened, begun)
         self.startup: Mapping[str, float] = opened.phases
         self.max_model_len = loaded.cache_plan.max_model_len
         self.cache_plan = loaded.cache_plan

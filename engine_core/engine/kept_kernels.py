@@ -54,19 +54,21 @@ def made_for(source: ModelSource, config: EngineConfig, gpu: GPU) -> MadeFor:
     arch = 10 * gpu.capability[0] + gpu.capability[1]
     return {
         **_asked(source, config),
-        "gpu": [list(gpu.capability), gpu.shared_memory, gpu.num_multiprocessors],
+        **_on(gpu),
         "triton": triton_version,
         "ptxas": _digest(get_ptxas_version(arch)),
         **_installed(),
     }
 
 
-def may_be_kept(source: ModelSource, config: EngineConfig) -> bool:
-    """Whether kernels of such a start are there, for some GPU and some Triton.
+def may_be_kept(source: ModelSource, config: EngineConfig, gpu: GPU | None) -> bool:
+    """Whether kernels of such a start are there, for some Triton. It imports nothing.
 
-    It imports nothing, and asks no GPU.
+    ``gpu`` is None if it is of a kind that nothing is kept for.
     """
-    asked = _asked(source, config)
+    if gpu is None:
+        return False
+    asked = _asked(source, config) | _on(gpu)
     for file in folder().glob(f"{_PREFIX}*.json"):
         try:
             made = json.loads(file.read_text())["made_for"]
@@ -95,6 +97,11 @@ def _asked(source: ModelSource, config: EngineConfig) -> MadeFor:
         "scheme": None if source.scheme is None else source.scheme.name,
         "settings": {name: getattr(config, name) for name in _SETTINGS},
     }
+
+
+def _on(gpu: GPU) -> MadeFor:
+    """The part of it that is the GPU's."""
+    return {"gpu": [list(gpu.capability), gpu.shared_memory, gpu.num_multiprocessors]}
 
 
 def _installed() -> MadeFor:

@@ -478,28 +478,29 @@ def _serve(
 
     with begun_early(config) as begun:
         opened = open_engine(model, config, fork=True)
-    source = opened.source
-    with opened.on_failure_ended():
-        compiles = compile_beside(opened, begun)
-        links.greet(
-            Found(
-                pid=os.getpid(),
-                model_config=source.model_config,
-                generation_config=opened.generation_config,
-                eos_token_ids=opened.eos_token_ids,
-                tokenizer_folder=(
-                    None
-                    if config.skip_tokenizer_init or config.tokenizer is not None
-                    else source.checkpoint.tokenizer_folder
-                ),
-                has_input_processor=source.has_input_processor,
+        source = opened.source
+        with opened.on_failure_ended():
+            compiles = compile_beside(opened, begun)
+            links.greet(
+                Found(
+                    pid=os.getpid(),
+                    model_config=source.model_config,
+                    generation_config=opened.generation_config,
+                    eos_token_ids=opened.eos_token_ids,
+                    tokenizer_folder=(
+                        None
+                        if config.skip_tokenizer_init or config.tokenizer is not None
+                        else source.checkpoint.tokenizer_folder
+                    ),
+                    has_input_processor=source.has_input_processor,
+                )
             )
-        )
-        # Vocabularies are read now, and not while the first guided request waits.
-        reads = warm_up and not config.skip_tokenizer_init and find_spec("llguidance") is not None
-        loaded = load(opened, compiles=compiles, guides=bool(reads))
-        # Offline the first token comes the sooner; nobody is to wait who comes when this is ready.
-        loaded.executor.wait_for_prompts()
+            # Vocabularies are read now, and not while the first guided request waits.
+            reads = bool(warm_up) and not config.skip_tokenizer_init
+            reads = reads and find_spec("llguidance") is not None
+            loaded = load(opened, compiles=compiles, guides=reads)
+            # Offline the first token comes the sooner; nobody is to wait who comes later.
+            loaded.executor.wait_for_prompts()
     kind = source.device.type
     core = EngineCore(
         loaded,

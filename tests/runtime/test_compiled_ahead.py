@@ -22,11 +22,12 @@ from typing import Any
 import forkserver
 import pytest
 import torch
+from golden_fixtures import GOLDEN
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine_core import EngineConfig
-from engine_core.engine import beside, kept_kernels
+from engine_core import Engine, EngineConfig
+from engine_core.engine import beside, engine, kept_kernels
 from engine_core.engine.beside import begun_early, compile_beside, usable_cores
 from engine_core.engine.rehearsal import live
 from engine_core.kernels import GPU
@@ -171,7 +172,8 @@ def test_no_start_fails_by_what_compiles_ahead(
     monkeypatch.setattr(beside, "Forked", Noted)
     monkeypatch.setattr(kept_kernels, "may_be_kept", lambda *_: kept)
     monkeypatch.setattr(threading, "active_count", lambda: 1)
-    assert compile_beside(opened) is NOBODY  # here is no GPU, and this is no model
+    monkeypatch.setattr(beside, "gpu_of", lambda _: GPU.of_capability((9, 0)))
+    assert compile_beside(opened) is NOBODY  # this is no model
     (record,) = caplog.records
     assert record.message.startswith("kernels are not compiled ahead: ")
     # What was forked meanwhile is gone.
@@ -218,6 +220,46 @@ def test_a_process_is_begun_before_the_gpu_is_asked(
         assert isinstance(process._process, Forked)
         assert process._process._ended == fails
         process.close()
+
+
+def test_an_interrupt_of_a_start_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it is forked, and before it is told what to do."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(beside, "has_gpu", lambda: True)
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    fork, forked = os.fork, []
+
+    def interrupted() -> int:
+        pid = fork()
+        if pid:
+            forked.append(pid)
+            os.kill(os.getpid(), signal.SIGINT)
+        return pid
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fork", interrupted)
+        with pytest.raises(KeyboardInterrupt), begun_early(EngineConfig()):
+            pytest.fail("it was interrupted")
+
+    def noted() -> int:
+        pid = fork()
+        forked.extend([pid] if pid else [])
+        return pid
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fork", noted)
+    monkeypatch.setattr(engine, "compile_beside", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        Engine(str(GOLDEN / "llama-gqa"), EngineConfig(skip_tokenizer_init=True))
+    assert len(forked) == 2
+    for pid in forked:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 @pytest.mark.parametrize(
@@ -480,7 +522,7 @@ def test_a_note_says_for_what_all_kernels_are_there(
     assert not kept_kernels.are_kept(MADE)
 
 
-def test_a_start_knows_before_it_asks_a_gpu_whether_kernels_may_be_kept(
+def test_a_start_knows_before_it_imports_triton_whether_kernels_may_be_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -491,20 +533,22 @@ def test_a_start_knows_before_it_asks_a_gpu_whether_kernels_may_be_kept(
         kv_cache_dtype="auto",
         scheme=None,
     )
-    config = EngineConfig(max_num_seqs=4)
-    assert not kept_kernels.may_be_kept(source, config)
+    config, gpu = EngineConfig(max_num_seqs=4), GPU.of_capability((9, 0))
+    assert not kept_kernels.may_be_kept(source, config, gpu)
     (tmp_path / "engine-core-0.json").write_text("{")
-    made = kept_kernels.made_for(source, config, GPU.of_capability((9, 0)))
+    made = kept_kernels.made_for(source, config, gpu)
     note = kept_kernels.keep(made, [])
-    assert kept_kernels.may_be_kept(source, config)
-    assert not kept_kernels.may_be_kept(source, EngineConfig(max_num_seqs=5))
+    assert kept_kernels.may_be_kept(source, config, gpu)
+    for other in (None, GPU.of_capability((9, 0), 78), GPU.of_capability((8, 0))):
+        assert not kept_kernels.may_be_kept(source, config, other)
+    assert not kept_kernels.may_be_kept(source, EngineConfig(max_num_seqs=5), gpu)
     source.dtype = torch.float16
-    assert not kept_kernels.may_be_kept(source, config)
+    assert not kept_kernels.may_be_kept(source, config, gpu)
     source.dtype = torch.bfloat16
-    # Another GPU's kernels, and Triton's, are seen only later; another engine's now.
-    for name, may_be in (("gpu", True), ("triton", True), ("torch", False), ("engine-core", False)):
+    # Another Triton's kernels are seen only later; another engine's now.
+    for name, may_be in (("triton", True), ("torch", False), ("engine-core", False)):
         note.write_text(json.dumps({"made_for": made | {name: "another"}, "kernels": []}))
-        assert kept_kernels.may_be_kept(source, config) is may_be
+        assert kept_kernels.may_be_kept(source, config, gpu) is may_be
 
 
 _WHERE = """
