@@ -27,12 +27,12 @@ from engine_core.engine import kept_kernels
 from engine_core.engine.beside import Rehearsal
 from engine_core.engine.startup import Opened, load, open_engine
 from engine_core.nn.decoder import Decoder
-from engine_core.nn.distributed import without_ranks
+from engine_core.nn.distributed import is_rehearsing, without_ranks
 from engine_core.plugin_code import described
 from engine_core.runtime import rank_memory
 from engine_core.runtime.absent import absent_gpu
-from engine_core.runtime.ahead import Compilers, Part, recording, target_of
-from engine_core.runtime.capture import Agreement, Graph
+from engine_core.runtime.ahead import Compilers, Need, Part, recording, target_of
+from engine_core.runtime.capture import Agreement, Capturer, Graph
 from engine_core.runtime.compiles import MEMORY, START, Compiles, name_of
 from engine_core.runtime.executor import Executor
 from engine_core.runtime.worker import Worker
@@ -79,10 +79,17 @@ class _OnceCapturer:
         return 1 << 62
 
 
+class _NextRank(_OnceCapturer):
+    """Leaves out what each rank launches by itself, which the first has launched already."""
+
+    def run(self, function: Callable[[], T]) -> T:
+        return self._last if is_rehearsing() else super().run(function)
+
+
 class _Steps(Compiles):
     """Notes what each step's launches need."""
 
-    capturer = _OnceCapturer
+    capturer: Callable[[torch.device], Capturer] = _OnceCapturer
 
     def __init__(
         self, recorded: Callable[[str, list[str]], None], *, under_way: bool = True
@@ -149,7 +156,7 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def rehearse(
-    task: Rehearsal, note: Callable[[Part, bool], None], recorded: Callable[[str, list[str]], None]
+    task: Rehearsal, note: Callable[[Part, Need], None], recorded: Callable[[str, list[str]], None]
 ) -> Opened:
     """Run all steps that an engine captures, on a GPU that is not there.
 
@@ -157,8 +164,8 @@ def rehearse(
 
     Args:
         task: the start.
-        note: called at each launch with what it needs, and whether a start needs it later than for
-            the first request. What takes longest to compile begins at once all the same.
+        note: called at each launch with what it needs, and who needs that. What takes longest to
+            compile is needed soon, whoever needs it.
         recorded: called after each step with its name and the keys of what it launches.
 
     Raises:
@@ -170,13 +177,13 @@ def rehearse(
     )
     ranks = config.num_ranks
     # What ranks capture does not depend on what is compiled: they know nothing of it.
-    steps, started = _Steps(recorded, under_way=ranks == 1), False
+    steps, need = _Steps(recorded, under_way=ranks == 1), Need.FIRST
     known: dict[str, None] = {}
 
     def launched(part: Part) -> None:
         steps.note(part)
         known[part.key] = None
-        note(part, started and not part.is_slow)
+        note(part, min(need, Need.SOON) if part.is_slow else need)
 
     @contextmanager
     def there() -> Iterator[None]:
@@ -199,6 +206,9 @@ def rehearse(
     for executor in executors:  # each on a GPU of its own
         with there():
             loaded.append(load(opened, compiles=steps, executor=executor).executor)
+        steps.capturer = _NextRank
+    if ranks == 1:
+        need = Need.SOON
     # One more besides. The first request's second step is one of the largest batch, if the start
     # ended without it. Several ranks do not wait for what a step of the most tokens has by itself.
     for executor in loaded:
@@ -207,7 +217,7 @@ def rehearse(
     if ranks > 1:
         recorded(START, [*known])
     steps.end()
-    started = True
+    need = Need.LATER
     for executor in loaded:
         with there():
             while executor.capture_next():
@@ -289,9 +299,9 @@ def live(given: int, told: int) -> NoReturn:
             # One that failed says why where it is launched.
             tell(compiled=end.part.key)
 
-    def note(part: Part, later: bool) -> None:
+    def note(part: Part, need: Need) -> None:
         known = compilers.knows(part)
-        if not known and not compilers.add(part, later=later):
+        if not known and not compilers.add(part, need):
             tell(compiled=part.key)
         compiled()
 

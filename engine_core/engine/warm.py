@@ -16,7 +16,7 @@ from engine_core.engine.rehearsal import rehearse
 from engine_core.errors import EngineError, OptionError
 from engine_core.kernels import GPU
 from engine_core.plugin_code import described
-from engine_core.runtime.ahead import Compilers, Part
+from engine_core.runtime.ahead import Compilers, Need, Part
 from engine_core.runtime.compiles import MEMORY, START
 
 
@@ -85,8 +85,8 @@ def warm(
     )
     steps: set[str] = set()
 
-    def note(part: Part, later: bool) -> None:
-        del later  # nobody waits for a first request
+    def note(part: Part, need: Need) -> None:
+        del need  # nobody waits for a first request
         compilers.add(part)
         compilers.poll()
 

@@ -77,6 +77,11 @@ def rehearsing() -> Iterator[None]:
         _REHEARSING.reset(token)
 
 
+def is_rehearsing() -> bool:
+    """Whether this is inside of :func:`rehearsing`."""
+    return _REHEARSING.get()
+
+
 @contextmanager
 def without_ranks() -> Iterator[None]:
     """Have sums and gathers by ``torch.distributed`` do nothing in the ``with`` block.

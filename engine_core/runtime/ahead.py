@@ -23,6 +23,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
@@ -46,8 +47,19 @@ except ImportError:
     from triton._C.libtriton import get_cache_invalidating_env_vars
 
 
-# How much a process gives way that compiles what is needed later.
-_LATER = 10
+class Need(IntEnum):
+    """Who waits for a part of a launch; the first of these is compiled first."""
+
+    FIRST = 0
+    """The first token."""
+    SOON = 1
+    """Requests that come right after it."""
+    LATER = 2
+    """Nobody: something else stands in for it."""
+
+
+# How much a process gives way, by who needs what it compiles.
+_NICE = {Need.FIRST: 0, Need.SOON: 5, Need.LATER: 10}
 # Releases of Triton that have a C compiler make modules. Later ones launch all kernels by one.
 _WITH_MODULES = "3.6."
 # Debian's own scheme has no headers, as Triton knows.
@@ -297,9 +309,9 @@ class Compilers:
     def __init__(self, most: int) -> None:
         """``most``: how many compile at once."""
         self._most = max(1, most)
-        self._queue: deque[tuple[Part, bool]] = deque()
-        # By their pipes: each process, what it compiles, whether that is needed later, its begin.
-        self._running: dict[int, tuple[int, Part, bool, float]] = {}
+        self._queue: deque[tuple[Part, Need]] = deque()
+        # By their pipes: each process, what it compiles, who needs that, its begin.
+        self._running: dict[int, tuple[int, Part, Need, float]] = {}
         self._known: set[str] = set()
         self.hits, self.seconds = 0, 0.0
         self.done: list[Part] = []
@@ -328,11 +340,11 @@ class Compilers:
             text += f", with {modules} modules to launch them"
         return text + (f", and {len(self.failed)} not compiled" if self.failed else "")
 
-    def add(self, part: Part, *, later: bool = False) -> bool:
+    def add(self, part: Part, need: Need = Need.FIRST) -> bool:
         """Queue what is to be compiled; False if it is known or in the cache already.
 
-        What is needed ``later`` leaves the processors to all that is needed now: while there is
-        some of it left, others take up to half of them, as two share a core that runs two threads.
+        What nobody waits for leaves the processors to all else: while there is some of that left,
+        others take up to half of them, as two share a core that runs two threads.
         """
         if part.key in self._known:
             return False
@@ -341,7 +353,7 @@ class Compilers:
             self.hits += not isinstance(part, Module)
             self.done.append(part)
             return False
-        self._queue.append((part, later))
+        self._queue.append((part, need))
         return True
 
     @property
@@ -386,10 +398,11 @@ class Compilers:
 
     def _start(self) -> None:
         while self._queue and len(self._running) < self._most:
-            # What the first request needs is first, and of that what takes longest.
-            part, later = min(self._queue, key=lambda each: (each[1], not each[0].is_slow))
-            urgent = sum(not other for _, _, other, _ in self._running.values())
-            if later and urgent and len(self._running) >= max(1, self._most // 2):
+            # What is needed first is first, and of that what takes longest.
+            part, need = min(self._queue, key=lambda each: (each[1], not each[0].is_slow))
+            urgent = any(other < Need.LATER for _, _, other, _ in self._running.values())
+            waits = need is Need.LATER and urgent
+            if waits and len(self._running) >= max(1, self._most // 2):
                 return
             parent = os.getpid()
             pipe: tuple[int, ...] = ()
@@ -404,19 +417,18 @@ class Compilers:
                 self._most = len(self._running)
                 return
             if pid == 0:
-                _compile_alone(part, theirs, parent, later=later)
+                _compile_alone(part, theirs, parent, need)
             os.close(theirs)
-            self._queue.remove((part, later))
-            self._running[ours] = (pid, part, later, time.monotonic())
+            self._queue.remove((part, need))
+            self._running[ours] = (pid, part, need, time.monotonic())
 
 
-def _compile_alone(part: Part, pipe: int, parent: int, *, later: bool) -> None:
+def _compile_alone(part: Part, pipe: int, parent: int, need: Need) -> None:
     """The life of a forked process."""
     status = 1
     try:
         own_process.die_with(parent)
-        if later:
-            os.nice(_LATER)
+        os.nice(_NICE[need])
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, 1)
         os.dup2(devnull, 2)
@@ -444,6 +456,7 @@ __all__ = [
     "Compiled",
     "Compilers",
     "Module",
+    "Need",
     "Part",
     "Variant",
     "parts_of",

@@ -2,8 +2,8 @@
 
 Run by itself with folders of models, since Triton's interpreter takes the compiler's place in the
 other tests. A type and a number of ranks may follow a folder, each after a "=". For each it prints
-a line of JSON: the kernels of each step, how many variants each has, and whether the same variants
-are launched if all layers are run, not just those that differ.
+a line of JSON: the kernels of each step, how many variants each has, how soon each is needed, and
+whether the same variants are launched if all layers are run, not just those that differ.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from engine_core.engine.beside import Rehearsal
 from engine_core.engine.rehearsal import rehearse
 from engine_core.kernels import GPU
 from engine_core.nn.decoder import Decoder
+from engine_core.runtime.ahead import Need, Part
 
 SETTINGS: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 64, "max_model_len": 128}
 
 
-def kernels(model: str, **settings: Any) -> tuple[dict[str, list[str]], dict[str, str]]:
+def kernels(
+    model: str, needs: dict[str, Need], **settings: Any
+) -> tuple[dict[str, list[str]], dict[str, str]]:
     names: dict[str, str] = {}
     steps: dict[str, list[str]] = {}
 
@@ -34,7 +37,12 @@ def kernels(model: str, **settings: Any) -> tuple[dict[str, list[str]], dict[str
     # No text is read, so a tokenizer that is named need not be there.
     config = EngineConfig(**(SETTINGS | settings), tokenizer="of a user")
     task = Rehearsal(model, config, GPU.of_capability((9, 0)), memory, 1)
-    rehearse(task, lambda part, later: names.update({part.key: part.name}), recorded)
+
+    def note(part: Part, need: Need) -> None:
+        names[part.key] = part.name
+        needs[part.name] = min(need, needs.get(part.name, need))
+
+    rehearse(task, note, recorded)
     return steps, names
 
 
@@ -46,13 +54,15 @@ def main(models: list[str]) -> None:
         settings: dict[str, Any] = dict(zip(("dtype", "tensor_parallel_size"), given, strict=False))
         settings["tensor_parallel_size"] = int(settings.get("tensor_parallel_size", 1))
         Decoder.keep = keep
-        steps, some = kernels(name, **settings)
+        needs: dict[str, Need] = {}
+        steps, some = kernels(name, needs, **settings)
         counts = Counter(some.values())
         kept.clear()
         Decoder.keep = lambda self, layers: kept.extend(layers)
-        _, every = kernels(name, **settings)
-        line = json.dumps({"steps": steps, "kept": kept, "same": some == every, "counts": counts})
-        sys.stdout.write(line + "\n")
+        _, every = kernels(name, {}, **settings)
+        told = {"steps": steps, "kept": kept, "same": some == every, "counts": counts}
+        told["needs"] = {kernel: need.name for kernel, need in needs.items()}
+        sys.stdout.write(json.dumps(told) + "\n")
 
 
 if __name__ == "__main__":

@@ -76,4 +76,9 @@ def test_all_steps_of_a_start_run_on_a_gpu_that_is_not_there(tmp_path: Path) -> 
         quick = set(steps["(64, 0, 1, GREEDY quick"])
         assert "_prefill_kernel" in quick
         assert not quick & {"_linear_kernel", "_hopper_prefill_kernel"}
+        # What a first token needs comes before all else.
+        needs = rehearsed["needs"]
+        assert {needs[kernel] for kernel in quick} == {"FIRST"}
+        assert needs["_decode_kernel"] == "SOON"
+        assert needs["_settle_kernel"] == "LATER"
     assert found["mixtral-tiny"]["steps"].keys() == found["llama-gqa"]["steps"].keys()

@@ -32,7 +32,7 @@ from engine_core.engine.beside import begun_early, compile_beside, usable_cores
 from engine_core.engine.rehearsal import live
 from engine_core.kernels import GPU
 from engine_core.runtime.absent import absent_gpu
-from engine_core.runtime.ahead import Compilers, Module
+from engine_core.runtime.ahead import Compilers, Module, Need
 from engine_core.runtime.compiles import NOBODY, CompileProcess, Forked, name_of
 from engine_core.runtime.step_batch import GraphKey
 
@@ -347,6 +347,29 @@ def test_of_several_engines_one_compiles_a_kernel(
     os.close(other)
 
 
+def test_with_one_process_what_is_needed_first_is_compiled_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And of that what takes longest, however late it is known."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compilers = Compilers(1)
+    for name, need in (
+        ("last", Need.LATER),
+        ("soon", Need.SOON),
+        ("slow and soon", Need.SOON),
+        ("first", Need.FIRST),
+        ("slow and first", Need.FIRST),
+    ):
+        part = Fake(name)
+        part.is_slow = name.startswith("slow")
+        assert compilers.add(part, need)  # type: ignore[arg-type]
+    ends = []
+    while compilers.busy:
+        ends += compilers.poll(wait=True)
+    names = [end.part.name for end in ends]
+    assert names == ["slow and first", "first", "slow and soon", "soon", "last"]
+
+
 def test_half_of_the_processes_wait_while_something_is_needed_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,7 +385,7 @@ def test_half_of_the_processes_wait_while_something_is_needed_now(
         fcntl.flock(held[name], fcntl.LOCK_EX)
     compilers = Compilers(4)
     for name in ("later", "now", "last"):
-        compilers.add(Fake(name), later=name != "now")  # type: ignore[arg-type]
+        compilers.add(Fake(name), Need.FIRST if name == "now" else Need.LATER)  # type: ignore[arg-type]
     assert compilers.poll() == []
     fcntl.flock(held["last"], fcntl.LOCK_UN)
     time.sleep(0.2)
@@ -388,7 +411,7 @@ def test_modules_are_linked_with_a_driver_that_need_not_be_here(
     good = Module.of("good", begin + "int version(void) { int v; return cuDriverGetVersion(&v); }")
     compilers = Compilers(2)
     for module in (good, Module.of("bad", begin + "nothing that C allows")):
-        assert compilers.add(module, later=True)
+        assert compilers.add(module, Need.LATER)
     ends = []
     while compilers.busy:
         ends += compilers.poll(wait=True)
@@ -415,7 +438,7 @@ def test_of_what_is_needed_later_processes_give_way(
 
     compilers = Compilers(2)
     for name in ("now", "later"):
-        compilers.add(Asked(name), later=name == "later")  # type: ignore[arg-type]
+        compilers.add(Asked(name), Need.LATER if name == "later" else Need.FIRST)  # type: ignore[arg-type]
     while compilers.busy:
         compilers.poll(wait=True)
     (now,), (later,) = (
