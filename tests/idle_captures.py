@@ -34,8 +34,8 @@ def _submit_and_note(self: Worker, plan: StepPlan) -> PendingStep:
     return _submit(self, plan)
 
 
-def _capture_next(self: Worker) -> bool:
-    del self
+def _capture_next(self: Worker, *, part: bool = False) -> bool:
+    del self, part
     folder = Path(os.environ[FOLDER])
     journal = folder / "journal"
     done = journal.read_text().count("end") if journal.exists() else 0

@@ -279,11 +279,11 @@ class EngineCore:
             self._leave(sequence_id, "error", time.monotonic())
         return failed
 
-    def capture_next(self) -> bool:
+    def capture_next(self, *, part: bool = False) -> bool:
         """Capture one more step that is likely to be needed; called when the engine is idle.
 
         On a GPU a step is replayed as a CUDA graph, which is captured when it is first needed if it
-        was not before.
+        was not before. ``part`` says to do half of it, so that a request is looked for in between.
 
         Returns:
             False if there is none left, too little memory for more, or one could not be captured.
@@ -293,7 +293,7 @@ class EngineCore:
         """
         self.check_alive()
         try:
-            return self.executor.capture_next()
+            return self.executor.capture_next(part=part)
         except Exception as error:
             raise self.fail(error, "while a step was captured") from error
         except BaseException as error:

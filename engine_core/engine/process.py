@@ -553,7 +553,7 @@ def _serve(
 class _Leisure:
     """An engine's work while nobody wants anything: it captures steps, and then times some.
 
-    A turn takes a tenth of a second or two, for which a request that comes then waits.
+    A turn takes a tenth of a second, for which a request that comes then waits.
     """
 
     def __init__(self, core: EngineCore, compiles: Compiles, seconds: float = 0.0) -> None:
@@ -561,21 +561,21 @@ class _Leisure:
         self._core, self._compiles = core, compiles
         self._seconds = seconds
         self._timing: Generator[None, None, None] | None = None
-        self._captured, self._took = 0, 0.0
+        self._captured, self._begin = 0, 0.0
 
     def use(self) -> bool:
-        """Capture or time a step, or wait a moment for kernels; False if nothing is left to do."""
+        """Capture half of a step, or time one, or wait a moment; False if nothing is left to do."""
         begin, late = time.monotonic(), self._compiles.late
-        if self._core.capture_next():
-            if self._compiles.late == late:
-                self._captured += 1
-                self._took += time.monotonic() - begin
+        if self._core.capture_next(part=True):
+            self._begin = self._begin or begin
+            self._captured += self._compiles.late == late
             return True
         if self._captured:
+            seconds = time.monotonic() - self._begin
             logger.info(
-                "captured %d more CUDA graphs while idle, in %.1f s", self._captured, self._took
+                "captured %d more CUDA graphs while idle, within %.1f s", self._captured, seconds
             )
-            self._captured, self._took = 0, 0.0
+        self._captured, self._begin = 0, 0.0
         if self._seconds and self._timing is None:
             self._timing = self._core.time_steps(self._seconds)
         for _ in self._timing or ():
@@ -606,7 +606,7 @@ def _run(links: _Links, core: EngineCore, leisure: _Leisure) -> None:
                 # A command is larger than what the socket holds; its end is on the way.
                 wait = None
                 continue
-            # The engine is idle. A request that comes now waits for one capture at most.
+            # The engine is idle. A request that comes now waits for half a capture at most.
             wait = 0.0 if leisure.use() else None
             continue
         if commands:

@@ -207,6 +207,10 @@ def rehearse(
         with there():
             loaded.append(load(opened, compiles=steps, executor=executor).executor)
         steps.capturer = _NextRank
+    for executor in loaded:  # what stands in for all that is compiled after it
+        if isinstance(executor, Worker):
+            with there():
+                executor.runner.run_quick()
     if ranks == 1:
         need = Need.SOON
     # One more besides. The first request's second step is one of the largest batch, if the start

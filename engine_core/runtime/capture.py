@@ -165,15 +165,32 @@ def _is_out_of_memory(error: Exception) -> bool:
     )
 
 
+def run_once(capturer: Capturer, prepare: Callable[[], Callable[[], object]]) -> None:
+    """Run the function that ``prepare`` makes by one rank, so that a capture need not.
+
+    Raises:
+        AttemptError: it could not.
+    """
+    try:
+        capturer.run(prepare())
+    except Exception as error:
+        raise AttemptError(described(error), out_of_memory=_is_out_of_memory(error)) from error
+
+
 def capture(
-    capturer: Capturer, agreement: Agreement, prepare: Callable[[], Callable[[], T]]
+    capturer: Capturer,
+    agreement: Agreement,
+    prepare: Callable[[], Callable[[], T]],
+    *,
+    ran: bool = False,
 ) -> tuple[Graph, T]:
     """A graph of the function that ``prepare`` makes, and its result; on all ranks or on none.
 
-    One rank runs the function, and captures it. Several first rehearse it, each by itself: sums and
-    gathers over the ranks do nothing (:func:`~engine_core.nn.distributed.rehearsing`), so that no
-    rank waits in one for a rank that fails. Then they tell each other how it went, run it together,
-    capture it, and tell each other again. What may happen to one rank while others go on:
+    One rank runs the function, unless it ``ran`` before, and captures it. Several first rehearse
+    it, each by itself: sums and gathers over the ranks do nothing
+    (:func:`~engine_core.nn.distributed.rehearsing`), so that no rank waits in one for a rank that
+    fails. Then they tell each other how it went, run it together, capture it, and tell each other
+    again. What may happen to one rank while others go on:
 
     - It lacks memory, or its code fails, when it prepares or rehearses. No rank has launched
       anything that waits for another. All hear of it, and nobody goes on.
@@ -195,7 +212,8 @@ def capture(
     if agreement.size == 1:
         try:
             function = prepare()
-            capturer.run(function)
+            if not ran:
+                capturer.run(function)
             return capturer.capture(function)
         except Exception as error:
             raise AttemptError(described(error), out_of_memory=_is_out_of_memory(error)) from error

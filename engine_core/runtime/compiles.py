@@ -31,7 +31,8 @@ class Compiles:
 
     Attributes:
         capturer: what captures steps in place of the device's own; None for that.
-        late: how often an idle engine captured nothing, since kernels were not there yet.
+        late: how often an idle engine captured nothing in its turn, since kernels were not there
+            yet, or since the step was to be run before.
     """
 
     capturer: Callable[[Any], Capturer] | None = None
@@ -64,6 +65,8 @@ MEMORY, START = "memory of ranks", "start of ranks"
 """Names of what several ranks launch when they share memory, and until all are ready for steps."""
 ALL = "all"
 """The name of what is there once nobody compiles any more."""
+QUICK = "quick steps"
+"""The name of what steps of any shape launch that are quick in all."""
 
 
 def name_of(step: Any) -> str:

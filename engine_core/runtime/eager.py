@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.errors import ModelError
+from engine_core.kernels.launch.quick import quickly
 from engine_core.nn.module import HookFlag, Module, hooks_registered
 from engine_core.plugin_code import silent
 from engine_core.runtime.first_pass import check_shape, first_pass, refuse
@@ -213,7 +214,8 @@ class EagerSteps:
             return StepOutputs(self._forward.logits(self._forward.hidden(context)))
         if batch.padded:
             # As in the captured step of this shape: its kernels are there, for as many places.
-            logits = self._forward(context, parts["last"])
+            with quickly(batch.key.quick):
+                logits = self._forward(context, parts["last"])
             chosen = [batch.places[index] for index in batch.sampled]
             where = to_device(torch.tensor(chosen, dtype=torch.int64), device)
             return StepOutputs(logits[where] if chosen else None)

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from engine_core.errors import EngineError, OptionError
 from engine_core.kernels import CodedWeight, choose_greedy, decode_inputs, sample_tokens
-from engine_core.kernels.launch.quick import quickly
+from engine_core.kernels.launch.quick import Quick, quickly
 from engine_core.kernels.sampling import NUMBERS, Adjustments, SamplingState
 from engine_core.nn.embedding import VocabularySplit
 from engine_core.nn.linear import Linear
@@ -29,8 +28,9 @@ from engine_core.runtime.capture import (
     CudaCapturer,
     Graph,
     capture,
+    run_once,
 )
-from engine_core.runtime.compiles import NOBODY, PATIENCE, Compiles
+from engine_core.runtime.compiles import NOBODY, PATIENCE, QUICK, Compiles
 from engine_core.runtime.platform import to_device
 from engine_core.runtime.sampler.sampler import apply_bitmask
 from engine_core.runtime.step_batch import (
@@ -63,6 +63,11 @@ _APART, _PROMPTS_APART = 32, 1000
 # A step with prompts takes a graph that is at most so many times as large, rather than launch its
 # own kernels, however long that takes the device.
 _LITTLE_LARGER = 1.25
+# Tokens of a quick step are a multiple of this: fewer would be smaller tiles of attention, which
+# are other kernels.
+_QUICK_GRAIN = 128
+# Tokens and rows of quick steps that launch what those of all shapes do.
+_QUICK_STEPS = ((1, 1), (500, 2), (1000, 20), (8000, 200))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +141,12 @@ class GraphState:
         between them. Offline none is spared: equal calls have equal steps.
         """
         return self.since_capture is not None and self.since_capture < apart
+
+    @property
+    def runs_quickly(self) -> bool:
+        """Whether a step of any shape may be quick, kernel by kernel, as others are compiled."""
+        compiles = self.compiles
+        return compiles.under_way and not self.deterministic and compiles.ready(QUICK)
 
     def count_step(self) -> None:
         """Take note of a step that is about to run."""
@@ -239,11 +250,14 @@ class _Graphs(ABC):
         self._capturer = state.capturer(self._device)
         # Bytes that the largest step takes, if others may be captured before it.
         self._largest_bytes = 0
+        # The expected step that was run, so that to capture it takes half as long.
+        self._ran: GraphKey | None = None
 
     def forget(self) -> None:
         """Drop all graphs, as there is more state per row or token than when captured."""
         self._graphs.clear()
         self._complete = False
+        self._ran = None
         self._state.since_capture = None
 
     @property
@@ -272,8 +286,11 @@ class _Graphs(ABC):
                     raise kind(self._reason(key, error)) from error.__cause__
                 self._give_up(key, error)
 
-    def capture_next(self) -> bool:
+    def capture_next(self, *, part: bool = False) -> bool:
         """Capture one more step that is likely to be needed.
+
+        ``part`` says to do half of it, if there is one rank: to run the step, and by the next call
+        to capture it. Either takes some 50 ms of a large model, beside which a request may come.
 
         Returns:
             False if there is none left, or too little memory, or one could not be captured. True
@@ -305,7 +322,13 @@ class _Graphs(ABC):
             )
             return False
         try:
-            self._graphs[key] = self._make(key)
+            if part and self._ran != key and self._state.agreement.size == 1:
+                self._reserve()
+                run_once(self._capturer, lambda: self._prepare(key)[0])
+                self._ran = key
+                self._state.compiles.late += 1
+            else:
+                self._graphs[key] = self._make(key)
         except AttemptError as error:
             self._give_up(key, error)
             return False
@@ -330,6 +353,8 @@ class _Graphs(ABC):
         If there is none, the first one; None if all are captured.
         """
         missing = [key for key in self._expected if key not in self._graphs]
+        if self._ran in missing:
+            return self._ran
         ready = (key for key in missing if self._state.compiles.ready(key))
         return next(ready, missing[0] if missing else None)
 
@@ -411,7 +436,12 @@ class _Graphs(ABC):
             read.append(numbers)
             return step
 
-        graph, outputs = capture(self._capturer, self._state.agreement, prepare)
+        ran = self._ran == key
+        if ran:
+            self._ran = None
+        graph, outputs = capture(self._capturer, self._state.agreement, prepare, ran=ran)
+        # Where there is no memory for a step a quick one stays, as it takes less than launches.
+        self._graphs.pop(key._replace(quick=Quick.ATTENTION), None)
         logits, tokens, status = outputs
         return Captured(graph, logits, StepOutputs(tokens=tokens, status=status), read[-1])
 
@@ -496,15 +526,21 @@ class DecodeGraphs(_Graphs):
         ``choice`` is one that every row's parameters can be followed with, None if there is none.
         Once all that is expected was captured, no request waits for a capture: adjusted choice,
         which needs tensors over the vocabulary that few servers ever need, is made by the logits
-        until :meth:`capture_next` has captured it. So is one whose kernels are being compiled.
+        until :meth:`capture_next` has captured it. So is one whose kernels are being compiled, and
+        one right after a capture.
         """
         if choice is None or choice is Choice.GREEDY:
             return choice
         keys = self._keys[choice][bisect_left(self._buckets, count) :]
         if choice is Choice.ADJUSTED:
             return self._offer_adjusted(keys)
-        captured = any(key in self._graphs for key in keys)
-        return choice if captured or self._state.compiles.ready(keys[0]) else None
+        if any(key in self._graphs for key in keys):
+            return choice
+        return choice if self._may_capture(keys[0]) else None
+
+    def _may_capture(self, key: GraphKey) -> bool:
+        """Whether a step of this key, whose choice may be made by logits, is captured by need."""
+        return self._state.compiles.ready(key) and not self._state.spares_captures(_APART)
 
     def _offer_adjusted(self, keys: Sequence[GraphKey]) -> Choice | None:
         """As :meth:`offer`; the keys are those of enough rows."""
@@ -518,7 +554,7 @@ class DecodeGraphs(_Graphs):
         if any(each in self._graphs for each in (keys if not self._complete else keys[:1])):
             return choice
         if not self._complete:
-            return choice if self._state.compiles.ready(key) else None
+            return choice if self._may_capture(key) else None
         if key not in self._expected:
             self._expected += (key,)
         return None
@@ -542,7 +578,10 @@ class DecodeGraphs(_Graphs):
         if missing and (state.spares_captures(_APART) or not state.compiles.ready(key)):
             captured_ones = (each for each in keys if each in self._graphs)
             ready = (each for each in keys if state.compiles.ready(each))
-            key = next(chain(captured_ones, ready), keys[-1])
+            there = next(chain(captured_ones, ready), None)
+            if there is None and state.runs_quickly:
+                return None
+            key = there or keys[-1]
         bucket = key.decode_rows
         # Capturing runs the step and so moves the static inputs; it comes before they are set.
         captured = self._get(key)
@@ -706,7 +745,7 @@ class GraphSteps(_Graphs):
         if state.compiles.under_way and not state.deterministic:
             # The larger takes the place of both until these are captured.
             some = [key for key in alone[:2] if key in expected]
-            at_start, others = [key._replace(quick=True) for key in some[-1:]], expected
+            at_start, others = [key._replace(quick=Quick.ATTENTION) for key in some[-1:]], expected
         # The largest of the others first: what comes after reuses its memory. But one that is
         # needed, or whose kernels are there, may come before.
         super().__init__(state, at_start=at_start, later=_spread(others))
@@ -719,6 +758,9 @@ class GraphSteps(_Graphs):
         sizes = [min(tokens, max_num_batched_tokens) for tokens in (250, 2050)]
         decode = ROWS_BESIDE[0]
         self._odd = [GraphKey(decode + tokens, decode, rows) for tokens in sizes]
+        # Whether a step of any shape may be quick, kernel by kernel, while others are compiled.
+        self._stands_in = any(key.quick for key in at_start)
+        self._most_tokens = max_num_batched_tokens
 
     def fit(self, key: GraphKey) -> tuple[GraphKey, bool]:
         """The captured step that holds one of this shape, and True.
@@ -741,30 +783,73 @@ class GraphSteps(_Graphs):
         if holding is not None:
             return holding, True
         # Its kernels are still being compiled, and those of a larger one may be there.
-        larger = self._compiled_for(key) if is_due else None
-        if larger is not None:
-            return larger, True
+        larger = self._larger(key) if is_due else []
+        there = next((each for each in larger if self._state.compiles.ready(each)), None)
+        there = there or self._quick_for(key)
+        if there is None and larger and self._state.compiles.under_way:
+            there = larger[0]
+            self._state.compiles.wait(there)
+        if there is not None:
+            return there, True
         # To launch what is not compiled yet would compile it here, one after another.
-        self.wait_for_prompts()
+        self._wait_for_longest()
         decode = next((size for size in (0, *ROWS_BESIDE) if size >= key.decode_rows), None)
         decode = key.decode_rows if decode is None else decode
         prompts = key.tokens - key.decode_rows
         return GraphKey(decode + prompts, decode, key.prefill_rows), False
 
-    def _compiled_for(self, key: GraphKey) -> GraphKey | None:
-        """The smallest expected step that holds one of this shape, and needs no compile.
+    def fit_decodes(self, key: GraphKey) -> tuple[GraphKey, bool]:
+        """As :meth:`fit`, for rows that all decode, and for whose step there is no graph.
 
-        If all are still to come, the smallest once it is there.
+        While kernels for it are compiled they are like prompts of one token, in a quick step.
         """
-        compiles, left = self._state.compiles, self._state.uncaptured
-        holding = sorted(each for each in self._expected if _holds(each, key) and each not in left)
-        ready = next((each for each in holding if compiles.ready(each)), None)
-        if ready is None and holding and compiles.under_way:
-            compiles.wait(holding[0])
-            return holding[0]
-        return ready
+        quick = self._quick_for(key)
+        return (key, False) if quick is None else (quick, True)
+
+    def _quick_for(self, key: GraphKey) -> GraphKey | None:
+        """The quick step for one of this shape; None if its kernels are there, or it has none."""
+        compiles = self._state.compiles
+        if not self._stands_in or compiles.ready(self._others):
+            return None
+        compiles.wait(QUICK)  # they are among the first
+        if not self._state.runs_quickly:
+            return None
+        fast = self._longest is not None and compiles.ready(self._longest)
+        return self._quick_shape(key, Quick.PRODUCTS if fast else Quick.ATTENTION)
+
+    def _quick_shape(self, key: GraphKey, quick: Quick) -> GraphKey:
+        """The shape of a quick step for one of this shape: rows that decode are like others."""
+        most = self._steps.max_rows
+        rows = next((size for size in _PREFILL_ROWS if size >= key.rows), most)
+        tokens = -(-key.tokens // _QUICK_GRAIN) * _QUICK_GRAIN
+        return GraphKey(tokens, 0, min(rows, most), quick=quick)
+
+    def run_quick(self) -> None:
+        """Run what launches the same as quick steps of all shapes, to find out what that is."""
+        if not self._stands_in:
+            return
+        self._state.compiles.wait(QUICK)
+        for tokens, rows in _QUICK_STEPS:
+            rows = min(rows, self._steps.max_rows)
+            shape = GraphKey(min(tokens, self._most_tokens), 0, rows)
+            batch, numbers = self._padding(self._quick_shape(shape, Quick.ATTENTION))
+            parts = self._steps.split(batch, numbers)
+            with quickly(batch.key.quick):
+                self._state.logits_of(self._steps.context(batch, parts), parts["last"])
+
+    def _larger(self, key: GraphKey) -> list[GraphKey]:
+        """The expected steps that hold one of this shape, the smallest first."""
+        left = self._state.uncaptured
+        return sorted(each for each in self._expected if _holds(each, key) and each not in left)
 
     def wait_for_prompts(self) -> None:
+        """Return once no prompt waits for a kernel: it has its own, or is a quick step."""
+        if self._stands_in and self._state.compiles.under_way:
+            self._state.compiles.wait(QUICK)
+        if not self._state.runs_quickly:
+            self._wait_for_longest()
+
+    def _wait_for_longest(self) -> None:
         """Return once the kernels of prompts of any length need no compile.
 
         The step of the first token has others.
@@ -790,7 +875,8 @@ class GraphSteps(_Graphs):
 
     def run(self, batch: StepBatch) -> StepOutputs | None:
         """Replay a step; see :class:`~engine_core.runtime.step_batch.Steps`."""
-        if not batch.padded or (batch.key not in self._graphs and self._spares_captures):
+        spared = batch.key.quick or self._spares_captures
+        if not batch.padded or (batch.key not in self._graphs and spared):
             return None
         captured = self._get(batch.key)
         if captured is None:
@@ -812,7 +898,7 @@ class GraphSteps(_Graphs):
         batch, numbers = self._padding(key)
 
         def step() -> tuple[Tensor, Tensor, Tensor]:
-            with quickly() if key.quick else nullcontext():
+            with quickly(key.quick):
                 return self._step(batch, numbers)
 
         return step, numbers

@@ -173,12 +173,13 @@ class RanksExecutor(abc.ABC):
         """Return once no prompt waits for a kernel: at once after :meth:`start`."""
         self._compiles.wait(START)
 
-    def capture_next(self) -> bool:
-        """Have all ranks capture one more step; see :meth:`ModelRunner.capture_next`.
+    def capture_next(self, *, part: bool = False) -> bool:
+        """Have all ranks capture one more step, in one go; see :meth:`ModelRunner.capture_next`.
 
         They agree on it, so that their answers are the same. They do nothing, after a moment,
         before all kernels are compiled.
         """
+        del part
         if not self._compiles.ready(ALL, PATIENCE):
             self._compiles.late += 1
             return True

@@ -308,8 +308,16 @@ class ModelRunner:
         self._left_at_start = ()
 
     @torch.inference_mode()
-    def capture_next(self) -> bool:
+    def run_quick(self) -> None:
+        """Run what launches the same as quick steps; see :meth:`GraphSteps.run_quick`."""
+        if self._graph_steps is not None:
+            self._graph_steps.run_quick()
+
+    @torch.inference_mode()
+    def capture_next(self, *, part: bool = False) -> bool:
         """Capture one more step that is likely to be needed; a step may be in flight meanwhile.
+
+        ``part`` is as of :meth:`GraphSteps.capture_next`.
 
         Returns:
             False if no step is left, memory is short, a capture failed, forward hooks are
@@ -321,7 +329,7 @@ class ModelRunner:
         # for kernels comes last.
         kinds = [each for each in (self._decode_graphs, self._graph_steps) if each is not None]
         kinds.sort(key=lambda each: (each.awaits_kernels, each.num_captured))
-        if any(each.capture_next() for each in kinds):
+        if any(each.capture_next(part=part) for each in kinds):
             return True
         return self._media_graphs is not None and self._media_graphs.capture_next()
 
@@ -395,11 +403,10 @@ class ModelRunner:
         fit = None
         known = (self._rows[row.row] for row in plan.others)
         whole = any(row.sampling.prompt_logprobs is not None for row in known)
-        # Where there is no memory for a decode step's graph, there is none for another one.
-        if self._graph_steps is not None and steps is self._graph_steps and not decodes:
-            fit = None if whole else self._graph_steps.fit
+        if self._graph_steps is not None and steps is self._graph_steps and not whole:
+            fit = self._graph_steps.fit_decodes if decodes else self._graph_steps.fit
         for turn in range(plan.repeat):
-            if decodes and self.device.type == "cpu":
+            if decodes and fit is None and self.device.type == "cpu":
                 numbers, starts = ([*map(int, each)] for each in _places(plan))
                 positions = [start + turn for start in starts]
                 batch = self._state.decode_batch(numbers, positions, choice)

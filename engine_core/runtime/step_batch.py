@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine_core.kernels.launch.quick import Quick
 from engine_core.runtime.block_tables import BlockTables, IntArray
 from engine_core.step_context import AttentionMetadata, GroupMetadata, StepContext
 from engine_core.steps import PlanRow
@@ -70,15 +71,15 @@ class GraphKey(NamedTuple):
         decode_rows: the first rows, of one token each.
         prefill_rows: the rows after them.
         choice: how their tokens are chosen inside a captured step.
-        quick: whether it has kernels that compile sooner, and run for longer, than those of its
-            like: for the first token of a start that has found none.
+        quick: what of it has kernels that compile sooner, and run for longer, than those of its
+            like: while a start that has found none waits for these.
     """
 
     tokens: int
     decode_rows: int
     prefill_rows: int
     choice: Choice = Choice.GREEDY
-    quick: bool = False
+    quick: Quick = Quick.NOTHING
 
     @property
     def rows(self) -> int:
@@ -263,7 +264,7 @@ class StepState:
             known: the host's state of each row of the persistent batch.
             choice: see :class:`StepBatch`.
             fit: gives the shape to pad to, from that of the rows, and whether a captured step has
-                it; None for no padding.
+                it; None for no padding. Where it has no decode rows, all are like rows of prompts.
             media: embeddings that come in: the index of the row, which of its tokens in this step
                 takes the first one, and their rows of ``self.media``.
             whole: see :class:`StepBatch`.
@@ -276,6 +277,7 @@ class StepState:
         num_decode = int(longer[0]) if longer.size else len(rows)
         own = GraphKey(int(lengths_of.sum()), num_decode, len(rows) - num_decode)
         key, padded = (own, False) if fit is None else fit(own)
+        num_decode = min(num_decode, key.decode_rows)
         gap = slice(num_decode, key.decode_rows)
         places = np.arange(len(rows))
         places[num_decode:] += key.decode_rows - num_decode

@@ -210,10 +210,10 @@ class Worker:
         with platform.on(self._source.device):
             self.runner.wait_for_prompts()
 
-    def capture_next(self) -> bool:
+    def capture_next(self, *, part: bool = False) -> bool:
         """Capture one more step; see :meth:`ModelRunner.capture_next`."""
         with platform.on(self._source.device):
-            return self.runner.capture_next()
+            return self.runner.capture_next(part=part)
 
     @property
     def runner(self) -> ModelRunner:

@@ -762,7 +762,8 @@ class FakeCore:
     def stats(self) -> EngineStats:
         return EngineStats(running=cast(Any, bytes(self.stats_size)))
 
-    def capture_next(self) -> bool:
+    def capture_next(self, *, part: bool = False) -> bool:
+        assert part, "a request is looked for in the middle"
         if self.captures == 0:
             return False
         self.captures -= 1

@@ -78,8 +78,8 @@ def let_captures(monkeypatch: pytest.MonkeyPatch, *acts: Callable[[], object]) -
     """
     done: list[int] = []
 
-    def capture_next(self: Worker) -> bool:
-        del self
+    def capture_next(self: Worker, *, part: bool = False) -> bool:
+        del self, part
         if len(done) == len(acts):
             return False
         acts[len(done)]()

@@ -15,6 +15,7 @@ from torch import Tensor
 from engine_core.kernels import paged_attention, store_kv
 from engine_core.kernels.attention import reference
 from engine_core.kernels.attention.call import Call
+from engine_core.kernels.launch.quick import Quick, quickly
 
 ROWS = [(1, 5), (1, 33), (1, 0), (1, 1), (7, 7), (3, 21)]
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
@@ -263,6 +264,24 @@ def test_kernel_options(name: str, deterministic: bool, launch_device: str) -> N
     expected = attend_by_reference(paged, 0.125, **options)
     got = launch(paged, 0.125, deterministic=deterministic, **options)
     assert error(got, expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["plain", "window", "prefix"])
+def test_quick_steps_take_rows_that_decode_for_prompts_of_one_token(
+    name: str, launch_device: str
+) -> None:
+    rows = [row for row in KERNEL_ROWS if row[1]]
+    options: dict[str, Any] = {"window": 40} if name == "window" else {}
+    if name == "prefix":
+        options["prefix_lens"] = torch.tensor([1, 20, 70, 35, 128], dtype=torch.int32)
+        options["prefix_lens"] = options["prefix_lens"].to(launch_device)
+    paged = make_paged(rows, device=launch_device, dtype=torch.float16, fused=True)
+    expected = attend_by_reference(paged, 0.125, **options)
+    # In a step of so many tokens, padding included.
+    sizes = {"num_decode_rows": 0, "max_query_len": 128}
+    with quickly(Quick.ATTENTION):
+        got = launch(paged, 0.125, **sizes, **options)
+    assert error(got, expected) < TOLERANCE[torch.float16]
 
 
 KERNEL_SHAPES: list[dict[str, Any]] = [

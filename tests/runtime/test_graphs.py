@@ -39,12 +39,12 @@ from engine_core.kernels import (
     has_kernel,
     sample_tokens,
 )
-from engine_core.kernels.launch.quick import is_quick, quickly
+from engine_core.kernels.launch.quick import Quick, is_quick, quickly
 from engine_core.nn import Embedding
 from engine_core.nn.linear import Linear
 from engine_core.runtime.block_tables import BlockTables, IntArray
 from engine_core.runtime.capture import AttemptError, CudaCapturer
-from engine_core.runtime.compiles import Compiles
+from engine_core.runtime.compiles import QUICK, Compiles
 from engine_core.runtime.eager import ForwardPass
 from engine_core.runtime.graphs import (
     DecodeGraphs,
@@ -838,6 +838,7 @@ class Coming(Compiles):
     def __init__(self) -> None:
         self.compiled: set[Any] = set()
         self.waited: list[Any] = []
+        self.silent = False  # of quick steps
 
     def ready(self, step: Any, seconds: float = 0.0) -> bool:
         del seconds
@@ -845,10 +846,11 @@ class Coming(Compiles):
 
     def wait(self, step: Any) -> None:
         self.waited.append(step)
-        self.compiled.add(step)
+        if step != QUICK or not self.silent:
+            self.compiled.add(step)
 
 
-QUICK = GraphKey(128, 0, 1, quick=True)
+FIRST = GraphKey(128, 0, 1, quick=Quick.ATTENTION)
 
 
 class UnderWay(Coming):
@@ -866,7 +868,7 @@ def test_a_start_without_kernels_captures_what_has_few_of_them(
     list(decode.starts())
     list(prompts.starts())
     assert device.take() == [(20, 20), (128, 0)]
-    assert coming.waited == [GraphKey(20, 20, 0), QUICK]
+    assert coming.waited == [GraphKey(20, 20, 0), FIRST]
     assert decode.begin(*rows(1)) is not None
     assert run(prompts, 50) is not None
     assert device.take() == []
@@ -874,16 +876,23 @@ def test_a_start_without_kernels_captures_what_has_few_of_them(
     coming.compiled.add(GraphKey(1, 1, 0))
     assert decode.capture_next()
     assert device.take() == [(1, 1)]
-    # What is quick is not used where the same is captured as it should be.
+    # What is quick makes room for the same as it should be, unless there is no memory for that.
     coming.compiled.add(GraphKey(128, 0, 1))
+    device.failure = OUT_OF_MEMORY["allocator"]
+    assert not prompts.capture_next()
+    assert prompts.fit(GraphKey(100, 0, 1)) == (FIRST, True)
+    device.failure, state.ahead = None, True
+    state.uncaptured.clear()
     assert prompts.capture_next()
-    assert device.take() == [(128, 0)]
+    assert (device.take(), prompts.num_captured) == ([(128, 0)], 1)
     assert prompts.fit(GraphKey(50, 0, 1)) == (GraphKey(128, 0, 1), True)
     coming.waited.clear()
     for max_tokens, deterministic, start in ((64, False, 64), (2048, True, 64), (32, False, None)):
         state.deterministic = deterministic
         list(GraphSteps(state, max_tokens, max_tokens).starts())
-        quick = [] if start is None else [GraphKey(start, 0, 1, quick=not deterministic)]
+        quick = (
+            [] if start is None else [GraphKey(start, 0, 1, quick=Quick(0 if deterministic else 2))]
+        )
         assert coming.waited == quick
         coming.waited.clear()
 
@@ -895,15 +904,17 @@ def test_quick_steps_have_no_kernels_that_compile_for_long(
     logits = device.logits
 
     def noted(context: StepContext, places: Tensor | None) -> Tensor:
-        asked.append(is_quick())
+        asked.append(is_quick(Quick.ATTENTION))
         return logits(context, places)
 
     state.logits_of = noted
-    state.compiles = UnderWay()
+    state.compiles = coming = UnderWay()
     graphs = GraphSteps(state, 2048, 2048)
     list(graphs.starts())
+    coming.compiled.add(GraphKey(256, 0, 1))
     assert run(graphs, 200) is not None
-    assert asked == [True, True, False, False]
+    graphs.run_quick()
+    assert asked == [True, True, False, False, True, True, True, True]
     hopper = GPU.of_capability((9, 0))
 
     def kernels() -> list[bool]:
@@ -911,8 +922,9 @@ def test_quick_steps_have_no_kernels_that_compile_for_long(
         return [has_kernel(*shape), has_activated_kernel(4096, 28672, 4096, hopper, gated=True)]
 
     assert kernels() == [True, True]
-    with quickly():
+    with quickly(Quick.PRODUCTS):
         assert kernels() == [False, False]
+        assert not is_quick(Quick.ATTENTION)
 
 
 def test_decode_steps_take_what_is_compiled_or_wait_for_the_largest(
@@ -927,24 +939,101 @@ def test_decode_steps_take_what_is_compiled_or_wait_for_the_largest(
     assert device.take() == [(20, 20)]
 
 
-def test_long_prompts_wait_for_kernels_that_a_first_token_does_not_need(
+def test_an_idle_server_runs_a_step_and_captures_it_in_its_next_turn(device: Device) -> None:
+    """A request that comes meanwhile waits for one of the two."""
+    state = state_of(device, 1)
+    ran: list[int] = []
+    logits = device.logits
+
+    def noted(context: StepContext, places: Tensor | None) -> Tensor:
+        ran.append(context.input_ids.shape[1])
+        return logits(context, places)
+
+    state.logits_of, state.compiles = noted, Compiles()
+    graphs = GraphSteps(state, 512, 512)
+    list(graphs.starts())
+    for turn, count in enumerate((1, 2)):
+        ran.clear()
+        assert graphs.capture_next(part=True)
+        assert (len(ran), graphs.num_captured) == (1, count)
+        state.since_capture = 1000
+        assert graphs.capture_next(part=True)
+        assert (len(ran), graphs.num_captured) == (2, count + 1)
+        assert (state.since_capture, state.compiles.late) == (0, turn + 1)
+    # Who needs it before captures it.
+    ran.clear()
+    assert graphs.capture_next(part=True)
+    state.since_capture = 1000
+    assert run(graphs, ran[0]) is not None
+    assert len(ran) == 2
+    # There is no memory to run the next.
+    device.outside = OUT_OF_MEMORY["allocator"]
+    before = graphs.num_captured
+    assert not graphs.capture_next(part=True)
+    assert (state.ahead, graphs.num_captured) == (False, before)
+
+
+def test_steps_of_any_shape_are_quick_until_their_kernels_are_compiled(
     device: Device, state: GraphState
 ) -> None:
-    """To launch them would compile them in the engine, one after another."""
+    """To launch others would compile them in the engine, one after another."""
     state.compiles = coming = UnderWay()
+    decode, graphs = DecodeGraphs(state), GraphSteps(state, 2048, 2048)
+    list(graphs.starts())
+    graphs.wait_for_prompts()
+    assert device.take() == [(128, 0)]
+    assert coming.waited == [FIRST, QUICK]
+    # They are launched kernel by kernel, rows that decode like prompts of one token.
+    quick = GraphKey(256, 0, 1, quick=Quick.ATTENTION)
+    assert graphs.fit(GraphKey(200, 0, 1)) == (quick, True)
+    assert run(graphs, 200) is None
+    assert graphs.fit(GraphKey(3005, 5, 4)) == (GraphKey(3072, 0, 20, quick=quick.quick), True)
+    assert decode.begin(*rows(3)) is None
+    assert graphs.fit_decodes(GraphKey(3, 3, 0)) == (GraphKey(128, 0, 8, quick=quick.quick), True)
+    assert device.take() == []
+    assert run(graphs, 50) is not None  # by the first token's graph
+    # Attention is the first that is no longer quick.
+    coming.compiled.add(GraphKey(2048, 0, 1))
+    assert graphs.fit(GraphKey(200, 0, 2)) == (GraphKey(256, 0, 8, quick=Quick.PRODUCTS), True)
+    coming.compiled |= {GraphKey(256, 0, 1), GraphKey(8, 8, 0)}
+    assert run(graphs, 200) is not None
+    assert decode.begin(*rows(3)) is not None
+    assert device.take() == [(256, 0), (8, 8)]
+    coming.compiled.add("GraphSteps others")
+    assert run(graphs, 3000, prompts=2) is None
+    assert graphs.fit(GraphKey(3000, 0, 2)) == (GraphKey(3000, 0, 2), False)
+    assert graphs.fit_decodes(GraphKey(3, 3, 0)) == (GraphKey(3, 3, 0), False)
+    # Nothing was waited for that was not there.
+    assert {step for step in coming.waited[2:] if step != QUICK} == {
+        GraphKey(256, 0, 1),
+        GraphKey(8, 8, 0),
+        GraphKey(2048, 0, 1),
+    }
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_without_quick_steps_long_prompts_wait_for_their_kernels(
+    device: Device, state: GraphState, deterministic: bool
+) -> None:
+    """In a deterministic engine, and in one whose compiling process has no word of them."""
+    state.compiles = coming = UnderWay()
+    state.deterministic = deterministic
+    coming.silent = True
     graphs = GraphSteps(state, 2048, 2048)
     list(graphs.starts())
     longest, due = GraphKey(2048, 0, 1), GraphKey(256, 0, 1)
     assert run(graphs, 200) is not None
-    assert device.take() == [(128, 0), (256, 0)]
-    assert coming.waited == [QUICK, due, due]
+    assert device.take() == [(64 if deterministic else 128, 0), (256, 0)]
+    assert [step for step in coming.waited if step != QUICK][1:] == [due, due]
     # Of no expected size: it is launched kernel by kernel.
+    coming.waited.clear()
     assert run(graphs, 3000, prompts=2) is None
     graphs.wait_for_prompts()
-    assert coming.waited[3:] == [longest, longest]
+    assert [step for step in coming.waited if step != QUICK] == [longest, longest]
+    coming.waited.clear()
     coming.under_way = False
     graphs.wait_for_prompts()
-    assert coming.waited[5:] == []
+    assert coming.waited == []
 
 
 def test_until_its_kernels_are_compiled_a_larger_step_takes_its_place(
@@ -979,6 +1068,9 @@ def test_until_its_kernels_are_compiled_a_larger_step_takes_its_place(
     assert captured.chosen.tokens is not None
     assert (len(captured.chosen.tokens), device.take()) == (20, [])
     coming.compiled.add(GraphKey(4, 4, 0, Choice.ADJUSTED))
+    # Nor does a request wait for a second capture in a row: an idle engine has just made one.
+    assert graphs.offer(3, Choice.ADJUSTED) is None
+    state.since_capture = 100
     assert graphs.offer(3, Choice.ADJUSTED) is Choice.ADJUSTED
 
 
@@ -1070,7 +1162,7 @@ def test_a_first_token_waits_for_no_decode_step_whose_kernels_are_still_to_come(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("engine_core.runtime.runner.launch_bound_tokens", lambda *_: 2048)
-    quick = PROMPT._replace(quick=True)
+    quick = PROMPT._replace(quick=Quick.ATTENTION)
     compiles = Listed(quick, MOST, ONE)
     monkeypatch.setattr(Listed, "under_way", True)
     runner = make_runner(eager=False, compiles=compiles)
@@ -1079,7 +1171,7 @@ def test_a_first_token_waits_for_no_decode_step_whose_kernels_are_still_to_come(
     assert runner.capture_next()
     assert compiles.captured == [quick, MOST]
     runner.wait_for_prompts()
-    assert compiles.captured[2:] == [PROMPT]
+    assert compiles.captured[2:] == [QUICK]
 
 
 def test_a_server_finds_what_cannot_be_captured_before_a_request_does(
@@ -1088,7 +1180,9 @@ def test_a_server_finds_what_cannot_be_captured_before_a_request_does(
     """A decode step that synchronises with the host, say; a start without kernels leaves it."""
     monkeypatch.setattr("engine_core.runtime.runner.launch_bound_tokens", lambda *_: 2048)
     monkeypatch.setattr(Listed, "under_way", True)
-    runner = make_runner(eager=False, compiles=Listed(PROMPT._replace(quick=True), MOST, ONE))
+    runner = make_runner(
+        eager=False, compiles=Listed(PROMPT._replace(quick=Quick.ATTENTION), MOST, ONE)
+    )
 
     def fails(*_: Any) -> Any:
         raise AttemptError("cudaErrorStreamCaptureUnsupported", out_of_memory=False)

@@ -225,6 +225,9 @@ class Padded:
     def fit(self, key: GraphKey) -> tuple[GraphKey, bool]:
         return GraphKey(key.tokens + 6, key.decode_rows + 1, key.prefill_rows + 2), True
 
+    def fit_decodes(self, key: GraphKey) -> tuple[GraphKey, bool]:
+        return GraphKey(key.tokens + 6, 0, key.rows + 2), True  # as in a quick step
+
     def run(self, batch: StepBatch) -> None:
         assert batch.padded or batch.decodes
 

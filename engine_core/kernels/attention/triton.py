@@ -38,7 +38,7 @@ from engine_core.kernels.attention.turned import triton as turned
 from engine_core.kernels.attention.unpack import triton as unpack
 from engine_core.kernels.codes.triton import log2_of
 from engine_core.kernels.launch.gluon import runs_gluon
-from engine_core.kernels.launch.quick import is_quick
+from engine_core.kernels.launch.quick import Quick, is_quick
 from engine_core.kernels.launch.triton import (
     arrival_counts,
     arrives_last,
@@ -622,7 +622,7 @@ def paged_attention(call: Call) -> None:
         )
     if num_rows > num_decode_rows and call.max_query_len:
         plain = not (shape.has_alibi or shape.has_window or shape.has_softcap or shape.has_prefix)
-        quick = is_quick() and not (wide or float32)
+        quick = is_quick(Quick.ATTENTION) and not (wide or float32)
         # How many of these rows were attended to, on the device; None for none.
         num_done: Tensor | None = None
         if plain and call.scale > 0 and not quick and runs_gluon(q.device):

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine_core.kernels.codes import CODE_TOPS, cache_parts
 from engine_core.kernels.gpu import GPU, gpu_of
 from engine_core.kernels.kv_store import store_kv
-from engine_core.kernels.launch.quick import is_quick
+from engine_core.kernels.launch.quick import Quick, is_quick
 from engine_core.kernels.linear import cublas, fp8, reference, tiles
 from engine_core.kernels.linear.coded import CodedWeight, numbers_of
 from engine_core.kernels.linear.fp8 import Fp8Weight
@@ -434,7 +434,7 @@ def has_activated_kernel(rows: int, n: int, k: int, gpu: GPU | None, *, gated: b
     return (
         gpu is not None
         and gpu.capability == (9, 0)
-        and not is_quick()
+        and not is_quick(Quick.PRODUCTS)
         and k % 64 == 0
         and n % 16 == 0
         and tiles.hopper_wins(rows, n, k, gpu.num_multiprocessors, gated=gated)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from engine_core.kernels.gpu import GPU
-from engine_core.kernels.launch.quick import is_quick
+from engine_core.kernels.launch.quick import Quick, is_quick
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ def table_of(gpu: GPU | None) -> LinearTable:
 def choose_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -> Tile | None:
     """The tile for ``rows`` of 16-bit values by a weight ``[n, k]``, or None where cuBLAS wins."""
     table = table_of(gpu)
-    if rows > table.most_rows or k % 8 or is_quick():
+    if rows > table.most_rows or k % 8 or is_quick(Quick.PRODUCTS):
         return None
     tile = _fitting(table.tiles, rows, n, k, gated)
     if gpu is None or table is not HOPPER:
