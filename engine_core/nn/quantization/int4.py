@@ -126,11 +126,19 @@ class Int4Matrix:
         made = cls.__new__(cls)
         made.shape = torch.Size((pairs.shape[0], 2 * pairs.shape[1]))
         made.dtype, made._group = dtype, group_size
-        # As torch packs, but without 32-bit codes: 0.05 s for SmolLM2, where that takes 0.70.
-        low, high = pairs.view(-1, 2, block // 2, pairs.shape[1]).unbind(1)
-        halves = torch.stack(((low & 15) | (high << 4), (low >> 4) | (high & 0xF0)), dim=1)
+        # As torch packs, but without 32-bit codes: 0.05 s for SmolLM2, where that takes 0.70. Each
+        # high half of the first rows changes places with the low half of the others.
+        rows = pairs.contiguous().numpy().reshape(-1, 2, block // 2, pairs.shape[1])
+        first, other = rows[:, 0], rows[:, 1]
+        changed = first >> 4
+        changed ^= other
+        changed &= 15
+        halves = np.empty_like(rows)
+        np.bitwise_xor(other, changed, out=halves[:, 1])
+        changed <<= 4
+        np.bitwise_xor(first, changed, out=halves[:, 0])
         # NumPy turns bytes in two thirds of torch's time.
-        turned = halves.view(-1, block, pairs.shape[1]).numpy().transpose(0, 2, 1)
+        turned = halves.reshape(-1, block, pairs.shape[1]).transpose(0, 2, 1)
         packed = torch.from_numpy(np.ascontiguousarray(turned))
         made._packed = packed.view(pairs.shape)
         made._set_scales(scales, zeros)
