@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 # Errors of a plugin's code that do not end the process: other families still work.
 _FAULTS = (Exception, SystemExit)
+# Of a distribution's metadata, which are in the form of a mail's head.
+_NAME_AND_VERSION = re.compile(r"^(Name|Version): *(.*?) *$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -923,7 +925,12 @@ class _Installed:
     @classmethod
     def of(cls, point: Any) -> _Installed:
         dist = point.dist
-        return cls(point, dist.name if dist else None, dist.version if dist else None)
+        if dist is None:
+            return cls(point, None, None)
+        # To have all fields parsed, with an import of Python's email, takes 20 ms for ten families.
+        head = (dist.read_text("METADATA") or "").partition("\n\n")[0]
+        fields = dict(_NAME_AND_VERSION.findall(head))
+        return cls(point, fields.get("Name") or dist.name, fields.get("Version") or dist.version)
 
 
 _seen: tuple[object, list[_Installed]] | None = None

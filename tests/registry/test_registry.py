@@ -80,7 +80,8 @@ def _importable() -> None:
 
 
 def test_a_plugin_is_found_with_its_distribution() -> None:
-    dist = SimpleNamespace(name="engine-core-toy", version="1.2")
+    metadata = "Metadata-Version: 2.1\nName: engine-core-toy\nVersion: 1.2\n\nName: of the text\n"
+    dist = SimpleNamespace(read_text={"METADATA": metadata}.get)
     registry = build_registry(entry_points=[Point("toy", plugin(module_map=TOY), dist=dist)])
     (report,) = registry.reports
     assert (report.name, report.distribution, report.version) == ("toy", "engine-core-toy", "1.2")
