@@ -1,14 +1,17 @@
 """engine-core beside transformers and llama.cpp on this machine's CPU, in one run.
 
     python benchmarks/cpu_peers.py --peers-env FOLDER [--rounds 5] [--threads N] [--model FILE.gguf]
-        [--busy 2] [--modes default,unpacked,int8,int4]
+        [--busy 2] [--modes default,unpacked,int8,int4] [--peers transformers,llama.cpp]
+        [--no-batch]
 
 SmolLM2 from its Q4_1 GGUF file, greedy: a prompt of 512 tokens, decoding after it, and a batch of
 16 prompts of mixed lengths. `--model FOLDER` takes a checkpoint of it in bfloat16 instead. Each
 engine has the dtype that a user gets by default: ours bfloat16 or, where the CPU would emulate
-that, float32; transformers that of ours. `--busy N` runs N processes beside them that only take
-time of a core each. Every engine lives in a process of its own and they take turns, round by round,
-because these machines are noisy: a ratio is the median of the rounds' ratios.
+that, float32; transformers that of ours. `--busy N` measures each round twice, the second time
+beside N processes that only take time of a core each, and says what was left. Every engine lives in
+a process of its own and they take turns, round by round, because these machines are noisy: a ratio
+is the median of the rounds' ratios. Beside busy processes transformers' batch takes minutes:
+`--no-batch`, or `--peers llama.cpp`, leave it out.
 The peers are installed into the environment FOLDER if it is not there;
 llama-cpp-python is built from source, and left out where that fails. Without --peers-env only
 engine-core is measured.
@@ -25,7 +28,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -261,13 +265,26 @@ def prepare_peers(folder: Path) -> str:
 
 
 def measure(worker: Worker, long: list[list[int]], batch: list[list[int]]) -> dict[str, float]:
-    """Tokens per second of one round."""
+    """Tokens per second of one round; of no batch if it is empty."""
     once = worker.seconds(long, 1)
     many = worker.seconds(long, DECODED + 1)
     figures = {"prefill": PROMPT / once, "decode": DECODED / (many - once)}
-    if not worker.name.startswith("llama.cpp"):
+    if batch and not worker.name.startswith("llama.cpp"):
         figures["batch"] = BATCH * BATCH_DECODED / worker.seconds(batch, BATCH_DECODED)
     return figures
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Have so many processes take a core each in the ``with`` block."""
+    spin = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(spin) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for each in processes:
+            each.kill()
+            each.wait()
 
 
 def main() -> None:
@@ -278,6 +295,8 @@ def main() -> None:
     parser.add_argument("--model", default=str(MODEL))
     parser.add_argument("--modes", default=MODES, help="of engine-core, by commas")
     parser.add_argument("--busy", type=int, default=0, help="processes that take a core each")
+    parser.add_argument("--peers", default="transformers,llama.cpp", help="of others, by commas")
+    parser.add_argument("--no-batch", action="store_true", help="measure no batch of 16")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
@@ -289,13 +308,14 @@ def main() -> None:
     def prompt(length: int) -> list[int]:
         return [draw.randrange(1000, 40000) for _ in range(length)]
 
-    batch = [prompt(draw.randrange(32, PROMPT)) for _ in range(BATCH)]
+    lengths = range(0 if options.no_batch else BATCH)
+    batch = [prompt(draw.randrange(32, PROMPT)) for _ in lengths]
     names = {f"engine-core {mode}": sys.executable for mode in options.modes.split(",")}
     dtype = EngineCore.dtype()
     if options.peers_env is not None:
         peers = prepare_peers(options.peers_env)
-        names |= {f"transformers {dtype}": peers, "llama.cpp Q4_1": peers}
         BASELINES["transformers"] = f"transformers {dtype}"
+        names |= {BASELINES[each]: peers for each in options.peers.split(",")}
     whole = (LINEAR_WEIGHTS + VOCABULARY_WEIGHTS) * (2 if dtype == "bfloat16" else 4)
     BYTES.update({"engine-core unpacked": whole, f"transformers {dtype}": whole})
     if Path(options.model).is_dir():
@@ -309,17 +329,21 @@ def main() -> None:
             print(f"left out: {error}")
     ours = workers[0]
     rounds: dict[str, list[dict[str, float]]] = {worker.name: [] for worker in workers}
+    alone: dict[str, list[dict[str, float]]] = {worker.name: [] for worker in workers}
     bandwidths = []
     for worker in workers:
         worker.seconds([prompt(64)], 4)
-    spin = [sys.executable, "-c", "while True: pass"]
-    busy = [subprocess.Popen(spin) for _ in range(options.busy)]
     for number in range(options.rounds):
         bandwidths.append(ours.ask("bandwidth"))
         long = [prompt(PROMPT)]
-        for worker in workers:
-            rounds[worker.name].append(measure(worker, long, batch))
-        print(f"round {number + 1} of {options.rounds}", file=sys.stderr)
+        if options.busy:
+            for worker in workers:
+                alone[worker.name].append(measure(worker, long, batch))
+        with busy_processes(options.busy):
+            for worker in workers:
+                rounds[worker.name].append(measure(worker, long, batch))
+        shown = {name: [each[-1] for each in (alone[name], rounds[name]) if each] for name in rounds}
+        print(f"round {number + 1} of {options.rounds}: {shown}", file=sys.stderr)
     linears = {
         worker.name: worker.ask("profile", prompt=prompt(PROMPT))
         for worker in workers
@@ -327,9 +351,9 @@ def main() -> None:
     }
     for worker in workers:
         worker.close()
-    for each in busy:
-        each.kill()
     report(rounds, bandwidths, linears, options.threads)
+    if options.busy:
+        report_left(alone, rounds, options.busy)
 
 
 def report(
@@ -372,6 +396,22 @@ def report(
         step = 1e3 / medians[name]["decode"]
         rest = step - taken
         print(f"| {name} | {step:.1f} | {taken:.1f} | {rest:.1f} ({rest / step:.0%}) |")
+
+
+def report_left(
+    alone: dict[str, list[dict[str, float]]], beside: dict[str, list[dict[str, float]]], busy: int
+) -> None:
+    """Print what busy processes left of the tokens per second, in Markdown."""
+    print(f"\n| left beside {busy} busy processes | prefill | decode | decode alone, tokens/s |")
+    print("|---|---|---|---|")
+    for name, figures in alone.items():
+        cells = []
+        for key in ("prefill", "decode"):
+            pairs = zip(beside[name], figures, strict=True)
+            left = sorted(after[key] / before[key] for after, before in pairs)
+            cells.append(f"{statistics.median(left):.2f} ({left[0]:.2f} to {left[-1]:.2f})")
+        before = statistics.median(each["decode"] for each in figures)
+        print(f"| {name} | {' | '.join(cells)} | {before:.1f} |")
 
 
 def _cpu() -> str:
