@@ -2,7 +2,7 @@
 
     python benchmarks/cpu_peers.py --peers-env FOLDER [--rounds 5] [--threads N] [--model FILE.gguf]
         [--busy 2] [--modes default,unpacked,int8,int4] [--peers transformers,llama.cpp]
-        [--no-batch]
+        [--no-batch] [--prompt 512] [--decoded 64]
 
 SmolLM2 from its Q4_1 GGUF file, greedy: a prompt of 512 tokens, decoding after it, and a batch of
 16 prompts of mixed lengths. `--model FOLDER` takes a checkpoint of it in bfloat16 instead. Each
@@ -10,8 +10,8 @@ engine has the dtype that a user gets by default: ours bfloat16 or, where the CP
 that, float32; transformers that of ours. `--busy N` measures each round twice, the second time
 beside N processes that only take time of a core each, and says what was left. Every engine lives in
 a process of its own and they take turns, round by round, because these machines are noisy: a ratio
-is the median of the rounds' ratios. Beside busy processes transformers' batch takes minutes:
-`--no-batch`, or `--peers llama.cpp`, leave it out.
+is the median of the rounds' ratios. Beside busy processes transformers' batch takes minutes, and
+llama.cpp's decoding too: `--no-batch`, `--peers llama.cpp` and `--decoded 16` make rounds shorter.
 The peers are installed into the environment FOLDER if it is not there;
 llama-cpp-python is built from source, and left out where that fails. Without --peers-env only
 engine-core is measured.
@@ -264,11 +264,13 @@ def prepare_peers(folder: Path) -> str:
     return str(python)
 
 
-def measure(worker: Worker, long: list[list[int]], batch: list[list[int]]) -> dict[str, float]:
+def measure(
+    worker: Worker, long: list[list[int]], decoded: int, batch: list[list[int]]
+) -> dict[str, float]:
     """Tokens per second of one round; of no batch if it is empty."""
     once = worker.seconds(long, 1)
-    many = worker.seconds(long, DECODED + 1)
-    figures = {"prefill": PROMPT / once, "decode": DECODED / (many - once)}
+    many = worker.seconds(long, decoded + 1)
+    figures = {"prefill": len(long[0]) / once, "decode": decoded / (many - once)}
     if batch and not worker.name.startswith("llama.cpp"):
         figures["batch"] = BATCH * BATCH_DECODED / worker.seconds(batch, BATCH_DECODED)
     return figures
@@ -296,6 +298,8 @@ def main() -> None:
     parser.add_argument("--modes", default=MODES, help="of engine-core, by commas")
     parser.add_argument("--busy", type=int, default=0, help="processes that take a core each")
     parser.add_argument("--peers", default="transformers,llama.cpp", help="of others, by commas")
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="its tokens")
+    parser.add_argument("--decoded", type=int, default=DECODED, help="tokens after it")
     parser.add_argument("--no-batch", action="store_true", help="measure no batch of 16")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -335,23 +339,25 @@ def main() -> None:
         worker.seconds([prompt(64)], 4)
     for number in range(options.rounds):
         bandwidths.append(ours.ask("bandwidth"))
-        long = [prompt(PROMPT)]
+        long = [prompt(options.prompt)]
         if options.busy:
             for worker in workers:
-                alone[worker.name].append(measure(worker, long, batch))
+                alone[worker.name].append(measure(worker, long, options.decoded, batch))
         with busy_processes(options.busy):
             for worker in workers:
-                rounds[worker.name].append(measure(worker, long, batch))
-        shown = {name: [each[-1] for each in (alone[name], rounds[name]) if each] for name in rounds}
+                rounds[worker.name].append(measure(worker, long, options.decoded, batch))
+        shown = {
+            name: [each[-1] for each in (alone[name], rounds[name]) if each] for name in rounds
+        }
         print(f"round {number + 1} of {options.rounds}: {shown}", file=sys.stderr)
     linears = {
-        worker.name: worker.ask("profile", prompt=prompt(PROMPT))
+        worker.name: worker.ask("profile", prompt=prompt(options.prompt))
         for worker in workers
         if worker.name.startswith("engine-core") and not worker.name.endswith("default")
     }
     for worker in workers:
         worker.close()
-    report(rounds, bandwidths, linears, options.threads)
+    report(rounds, bandwidths, linears, options)
     if options.busy:
         report_left(alone, rounds, options.busy)
 
@@ -360,12 +366,13 @@ def report(
     rounds: dict[str, list[dict[str, float]]],
     bandwidths: list[float],
     linears: dict[str, float],
-    threads: int,
+    options: argparse.Namespace,
 ) -> None:
     """Print the tables, in Markdown."""
-    bandwidth = statistics.median(bandwidths)
-    print(f"{time.strftime('%Y-%m-%d')}, {_cpu()}, {threads} threads, {bandwidth:.1f} GB/s read\n")
-    print("| tokens/s, median | prefill of 512 | decode | batch of 16 | of the bandwidth |")
+    bandwidth, day = statistics.median(bandwidths), time.strftime("%Y-%m-%d")
+    print(f"{day}, {_cpu()}, {options.threads} threads, {bandwidth:.1f} GB/s read\n")
+    prefill = f"prefill of {options.prompt}"
+    print(f"| tokens/s, median | {prefill} | decode | batch of 16 | of the bandwidth |")
     print("|---|---|---|---|---|")
     medians = {}
     for name, figures in rounds.items():
