@@ -11,7 +11,9 @@ import psutil
 
 from engine_core import EngineConfig
 
-_NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+# Each process that is left out is a start of Python with an import of Ray.
+_NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_log_monitor": False}
+_HEAD = {**_NODE, "include_dashboard": False, "no_monitor": True}
 
 
 @dataclass
@@ -54,7 +56,7 @@ def two_nodes(**second: Any) -> Iterator[Nodes]:
     from ray._private import auto_init_hook
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={**_NODE, "include_dashboard": False})
+    cluster = Cluster(initialize_head=True, head_node_args=_HEAD)
     try:
         nodes = Nodes(cluster, [cluster.head_node])
         nodes.nodes.append(cluster.add_node(**_NODE, **second))
