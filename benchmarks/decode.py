@@ -37,6 +37,7 @@ from torch.profiler import profile as torch_profile
 from benchmarks.gpu import build, by_kernel, release
 from benchmarks.workloads import SHAPES
 from engine_core.kernels.codes import cache_parts
+from engine_core.runtime.compiles import ALL
 
 REPLAYS = 20
 # Kernels of a step whose overlaps are printed: those of two layers or so.
@@ -92,6 +93,11 @@ def place_rows(runner: Any, positions: list[int]) -> None:
     (table,) = runner._tables
     blocks = placed(positions, table.block_size) % runner.kv_cache[0][0].shape[0]
     table.device_table[: len(positions), : blocks.shape[1]] = blocks.cuda()
+
+
+def wait_for_kernels(runner: Any) -> None:
+    """Return once all are compiled: until then steps launch others, which are compiled soon."""
+    runner._decode_graphs._state.compiles.wait(ALL)
 
 
 def fill_cache(runner: Any) -> None:
@@ -155,6 +161,7 @@ def measure(
     with build(name, folder, deterministic=False, **options) as llm:
         runner = llm.engine.core.executor._runner
         graphs = runner._decode_graphs
+        wait_for_kernels(runner)
         fill_cache(runner)
         generator = random.Random(1)
         for batch in batches:
