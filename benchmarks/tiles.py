@@ -26,6 +26,7 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
   ``registers=96``: weights of one row wait in so many registers of a thread at most.
 - ``late=0``: attention is launched when queries, keys and values are, not behind their products.
 - ``turned=0``: over codes no heads are columns of attention's products.
+- ``chain=0``: no linears from one attention to the next are one launch.
 - ``coded=0``: norms and activations quantise no rows; ``scaled=0``: the rotation applies no scales.
 
 Random weights and a random cache, as in ``decode.py``; rows of 1030 tokens, and of 200 to 1860 at
@@ -53,7 +54,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.decode import REPLAYS, fill_cache, place_rows
+from benchmarks.decode import REPLAYS, fill_cache, place_rows, wait_for_kernels
 from benchmarks.gpu import build
 from benchmarks.workloads import SHAPES
 from engine_core.nn.blocks import agree
@@ -78,6 +79,7 @@ def settings(text: str) -> Iterator[None]:
     linear = importlib.import_module("engine_core.kernels.linear.tiles")
     epilogue = importlib.import_module("engine_core.nn.epilogue")
     fp8 = importlib.import_module("engine_core.nn.quantization.fp8_checkpoint")
+    chain = importlib.import_module("engine_core.kernels.linear.chain")
     declined: Callable[..., str | None] = epilogue.Deferral.declined
     tiles: dict[tuple[int, int], Any] = {}
     changes: dict[tuple[int, int], dict[str, Any]] = {}
@@ -173,6 +175,9 @@ def settings(text: str) -> Iterator[None]:
                 stack.enter_context(
                     patch.object(fp8.Fp8Method, "scales_later", lambda self, layer, call: False)
                 )
+            elif key == "chain":
+                most = int(values)
+                stack.enter_context(patch.object(chain, "MOST_ROWS", most))
             elif n.isdigit() and k.isdigit() and field:
                 changes.setdefault((int(n), int(k)), {})[field] = fields(values)[0]
             elif n.isdigit() and k.isdigit():
@@ -241,6 +246,7 @@ def compare(
     with build(name, folder, deterministic=False, **options) as llm:
         runner = llm.engine.core.executor._runner
         graphs = runner._decode_graphs
+        wait_for_kernels(runner)
         fill_cache(runner)
         for batch in batches:
             generator = random.Random(1)

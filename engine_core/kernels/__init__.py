@@ -45,6 +45,7 @@ from engine_core.kernels.linear import (
     linear_add_norm,
     linear_rotary_store,
 )
+from engine_core.kernels.linear.chain import Chain, ChainNorm, chain_declined, linear_chain
 from engine_core.kernels.norm import layer_norm, layer_norm_codes, rms_norm, rms_norm_codes
 from engine_core.kernels.rank_sum import (
     RankMemory,
@@ -70,6 +71,8 @@ from engine_core.kernels.state_space import (
 __all__ = [
     "GPU",
     "Activation",
+    "Chain",
+    "ChainNorm",
     "CodedRows",
     "CodedWeight",
     "DecodeInputs",
@@ -87,6 +90,7 @@ __all__ = [
     "apply_rotary",
     "are_few_tokens",
     "attend_segments",
+    "chain_declined",
     "choose_experts",
     "choose_greedy",
     "decode_inputs",
@@ -105,6 +109,7 @@ __all__ = [
     "linear",
     "linear_add",
     "linear_add_norm",
+    "linear_chain",
     "linear_rotary_store",
     "paged_attention",
     "quick_gelu",

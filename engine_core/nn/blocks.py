@@ -22,6 +22,7 @@ from engine_core.nn.epilogue import (
     Activated,
     AddNorm,
     Call,
+    Chained,
     Coding,
     CosSin,
     Declines,
@@ -158,6 +159,18 @@ class SelfAttention(Branch):
             q = epilogue.plain(first, x, cos_sin, cache, slots)
         return q
 
+    def queries_of(
+        self,
+        product: Tensor,
+        cos_sin: CosSin | None,
+        cache: KVCacheLayer,
+        attn_metadata: AttentionMetadata,
+    ) -> Tensor:
+        """As :meth:`queries`, of what the first linear gave, ``[1, T, N]``."""
+        first, epilogue, _ = self.ends()
+        slots = attn_metadata.groups[self.attend.group_id].slot_mapping
+        return epilogue.of_product(first, product, cos_sin, cache, slots)
+
 
 class FeedForward(Branch):
     """A linear, an activation, and a linear back; see :class:`GatedMLP` and :class:`MLP`.
@@ -250,6 +263,28 @@ class MLP(FeedForward):
 
 
 @dataclass(frozen=True, slots=True)
+class Attended:
+    """The output of a :class:`DecoderLayer` whose successor computes the rest of it.
+
+    One operation is that, and the successor's queries, keys and values.
+
+    Attributes:
+        heads: the attention's, ``[1, T, heads]``.
+        project: the layer's projection back.
+        chained: what follows it, up to the successor's projection.
+    """
+
+    heads: Tensor
+    project: Linear
+    chained: Chained
+
+    def finish(self, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The product of the successor's first linear, and the residual beside it."""
+        product, total = self.project(self.heads, self.chained, residual)
+        return product, total
+
+
+@dataclass(frozen=True, slots=True)
 class PreNormed:
     """The output of a :class:`DecoderLayer` whose successor's input norm is applied already.
 
@@ -265,6 +300,12 @@ class DecoderLayer(Module):
 
     The additions and norms are epilogues of the linears before them. Where two neighbouring linears
     agreed on it, a norm's division is left to the second: see :func:`agree`.
+
+    Attributes:
+        chained: all that follows the attention until the next layer's, where the linears do that
+            in one operation for some numbers of rows; None where they never do.
+        may_chain: whether that is wanted: its programs wait for one another, so that they need all
+            multiprocessors of a GPU to themselves.
     """
 
     def __init__(
@@ -303,28 +344,41 @@ class DecoderLayer(Module):
         # The layer after this one, in a tuple, which keeps it from being a part of this one.
         self._next: tuple[DecoderLayer, ...] = ()
         self._joints: tuple[_Joint, _Joint | None] | None = None
+        self.chained: Chained | None = None
+        self.may_chain = True
 
     def forward(
         self,
-        x: Tensor | PreNormed,
+        x: Tensor | PreNormed | Attended,
         residual: Tensor | None,
         cos_sin: CosSin | None,
         cache: KVCacheLayer,
         attn_metadata: AttentionMetadata,
-    ) -> tuple[Tensor | PreNormed, Tensor]:
+    ) -> tuple[Tensor | PreNormed | Attended, Tensor]:
         """``(x, residual)`` to the next layer's.
 
         Their sum is the residual stream; where x comes from a linked layer and the input norm has
-        been applied to it, the residual alone is, and it may be overwritten.
+        been applied to it, the residual alone is, and it may be overwritten. Where x is that
+        layer's :class:`Attended`, the residual is still the one beside its attention.
         """
         # Below, the residual came with such an x, or is the sum from the input norm. In the first
         # layer it is the caller's x.
         owned = residual is not None or self.residual_after_norm
-        normed, residual = self._entered(x, residual)
-        watched = self.watched
+        attention: Any = self.self_attn
+        branch, watched = attention, self.watched
+        inputs: tuple[Any, ...]
+        if isinstance(x, Attended) or self._chains(x):
+            queries, residual = self._queries(x, residual, cos_sin, cache, attn_metadata)
+            heads = attention.attend.attend(queries, *cache[:2], attn_metadata)
+            heads = heads.flatten(1).unsqueeze(0)
+            branch, inputs = attention.ends()[2], (heads,)
+            if self.chained is not None and self._chains(heads):
+                return Attended(heads, branch, self.chained), residual
+        else:
+            normed, residual = self._entered(x, residual)
+            inputs = (normed, cos_sin, cache, attn_metadata)
         middle, end = self._joints or self.join()
-        inputs = (normed, cos_sin, cache, attn_metadata)
-        normed, residual = middle.run(self.self_attn, inputs, residual, owned, watched)
+        normed, residual = middle.run(branch, inputs, residual, owned, watched)
         if self.residual_after_norm:
             residual = normed
         given: tuple[Any, ...] = (normed,)
@@ -336,9 +390,38 @@ class DecoderLayer(Module):
         normed, residual = end.run(self.mlp, given, residual, True, False)
         return PreNormed(normed), residual
 
+    def _chains(self, x: Tensor | PreNormed) -> bool:
+        """Whether the next layer is to compute the rest of this one, of what it was given."""
+        chain = self.chained
+        if chain is None or self.watched or self._next[0].watched:
+            return False
+        attention: Any = self.self_attn
+        call = Call.of(x.values if isinstance(x, PreNormed) else x)
+        declined: str | None = attention.ends()[2].declined(chain, call)
+        return declined is None
+
+    def _queries(
+        self,
+        x: Tensor | PreNormed | Attended,
+        residual: Tensor | None,
+        cos_sin: CosSin | None,
+        cache: KVCacheLayer,
+        attn_metadata: AttentionMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        """The attention's queries, and the residual beside it; keys and values are stored."""
+        attention = self.self_attn
+        assert isinstance(attention, SelfAttention), "others are not asked for them alone"
+        inputs = (cos_sin, cache, attn_metadata)
+        if isinstance(x, Attended):
+            assert residual is not None, "the layer before gives the residual too"
+            product, residual = x.finish(residual)
+            return attention.queries_of(product, *inputs), residual
+        normed, residual = self._entered(x, residual)
+        return attention.queries(normed, *inputs), residual
+
     def ending(
         self,
-        x: Tensor | PreNormed,
+        x: Tensor | PreNormed | Attended,
         residual: Tensor | None,
         cos_sin: CosSin | None,
         cache: KVCacheLayer,
@@ -352,8 +435,7 @@ class DecoderLayer(Module):
         """
         attention, mlp = self.self_attn, self.mlp
         assert isinstance(attention, SelfAttention), "it is one of those that may end early"
-        normed, residual = self._entered(x, residual)
-        queries = attention.queries(normed, cos_sin, cache, attn_metadata)
+        queries, residual = self._queries(x, residual, cos_sin, cache, attn_metadata)
         residual = residual[:, wanted]
         if not len(wanted):
             return residual, residual
@@ -399,7 +481,42 @@ class DecoderLayer(Module):
             add, after_norm = AddNorm(layer.input_layernorm, end_norm), layer.residual_after_norm
             end = _Joint.between(self.mlp, add, layer.self_attn, gpu, after_norm, settled)
         self._joints = (middle, end)
+        chain = self._chain() if settled else None
+        if chain is not None:
+            attention: Any = self.self_attn
+            project = attention.ends()[2]
+            if not _ever_fuses(project, chain, gpu):
+                chain = None
+        self.chained = chain
         return self._joints
+
+    def _chain(self) -> Chained | None:
+        """All that may follow the projection back in one operation; None for a family's own parts.
+
+        Up to the next layer's queries, keys and values, for there is one.
+        """
+        attention: Any = self.self_attn
+        mlp: Any = self.mlp
+        if self.sandwich or self.residual_after_norm or self.deterministic or not self.may_chain:
+            return None
+        for layer in self._next:
+            following: Any = layer.self_attn
+            if (
+                _runs_as(attention, SelfAttention)
+                and _runs_as(mlp, FeedForward)
+                and _runs_as(following, SelfAttention)
+                and not layer.residual_after_norm
+            ):
+                first, activated, last = mlp.ends()
+                return Chained(
+                    AddNorm(self.post_attention_layernorm),
+                    first,
+                    activated,
+                    last,
+                    AddNorm(layer.input_layernorm),
+                    following.ends()[0],
+                )
+        return None
 
 
 @dataclass(frozen=True, slots=True)

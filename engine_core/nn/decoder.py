@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from engine_core.configs import HFConfig
 from engine_core.nn.attention import KVCacheLayer
-from engine_core.nn.blocks import link_layers, may_end, unlink_layer
+from engine_core.nn.blocks import DecoderLayer, link_layers, may_end, unlink_layer
 from engine_core.nn.causal_lm import CausalLM
 from engine_core.nn.embedding import build_embedding, build_lm_head
 from engine_core.nn.epilogue import CosSin
@@ -82,8 +82,13 @@ class Decoder(nn.Module):
         self._span, self._link = span, link
         layers = [layer if i in span else nn.Identity() for i, layer in enumerate(self.layers)]
         self.layers = nn.ModuleList(layers)
-        if link is not None and not link.last:
-            unlink_layer(layers[span.stop - 1])
+        if link is not None:
+            for layer in layers:
+                if isinstance(layer, DecoderLayer):
+                    # What is sent and received beside it may take a multiprocessor.
+                    layer.may_chain = False
+            if not link.last:
+                unlink_layer(layers[span.stop - 1])
 
     def keep(self, kept: Sequence[int]) -> None:
         """Run these layers alone: for a pass of which only the launches matter."""

@@ -211,8 +211,19 @@ class RotateStore(Epilogue):
         slot_mapping: Tensor,
     ) -> Tensor:
         """``x [1, T, K]`` to the queries, by ``layer.split_qkv``."""
+        return self.of_product(layer, layer(x), cos_sin, cache, slot_mapping)
+
+    def of_product(
+        self,
+        layer: Any,
+        product: Tensor,
+        cos_sin: CosSin | None,
+        cache: KVCacheLayer,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """The same of what the layer gave, ``[1, T, N]``."""
         q: Tensor
-        q, k, v = layer.split_qkv(layer(x))
+        q, k, v = layer.split_qkv(product)
         if cos_sin is None or not rotary_store_is_fused(q):
             q, k = self._by_modules(q, k, cos_sin)
             store_kv(k, v, *cache[:2], slot_mapping, self.kv_scales)
@@ -246,6 +257,40 @@ class RotateStore(Epilogue):
 
     def __str__(self) -> str:
         return "rotation and storing" if self.q_norm is None else "norms, rotation and storing"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chained(Epilogue):
+    """All that follows an attention's projection back until the next attention's projection.
+
+    Operands: the residual ``[1, T, H]``. The result is the product ``[1, T, N]`` of ``following``,
+    which is not rotated yet, and the residual beside it.
+
+    Attributes:
+        middle: the residual's addition, and the norm before the feed-forward.
+        first: the feed-forward's first linear.
+        activated: its activation.
+        last: the feed-forward's last linear.
+        end: the residual's addition, and the norm of the next layer.
+        following: the next layer's linear to queries, keys and values.
+    """
+
+    middle: AddNorm
+    first: Linear
+    activated: Activated
+    last: Linear
+    end: AddNorm
+    following: Linear
+
+    def plain(self, layer: Linear, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The linears one by one."""
+        normed, total = self.middle.plain(layer, x, residual, False)
+        given = cast("Tensor", self.activated.plain(self.first, normed))
+        normed, total = self.end.plain(self.last, given, total, False)
+        return cast("Tensor", self.following(normed)), total
+
+    def __str__(self) -> str:
+        return "feed-forward, norms and the next queries, keys and values"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -68,6 +68,10 @@ def _questions(module: DecoderLayer | Branch, gpu: GPU | None) -> Iterator[_Ques
     branches = [part for part in module.modules() if isinstance(part, Branch)]
     joints = list(module.join(gpu, settled=True)) if isinstance(module, DecoderLayer) else []
     ends = [module.self_attn, module.mlp] if isinstance(module, DecoderLayer) else []
+    chain = module.chained if isinstance(module, DecoderLayer) else None
+    if chain is not None and isinstance(module.self_attn, Branch):
+        project = module.self_attn.ends()[2]
+        yield f"{names[project]} to the next linear", str(chain), partial(project.declined, chain)
     for branch in branches:
         first, epilogue, last = branch.ends()
         yield names[first], str(epilogue), partial(first.declined, epilogue)

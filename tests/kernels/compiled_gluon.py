@@ -21,13 +21,14 @@ import triton
 from compiled_ahead import compile_launches
 from torch import Tensor
 
-from engine_core.kernels import DeferredRMSNorm, GroupWeight
+from engine_core.kernels import Chain, ChainNorm, DeferredRMSNorm, Fp8Weight, GroupWeight
 from engine_core.kernels.attention.call import Call
 from engine_core.kernels.attention.hopper import triton as attention
 from engine_core.kernels.block_linear import FORMS, group_weight
 from engine_core.kernels.gpu import GPU
 from engine_core.kernels.linear import triton as portable
 from engine_core.kernels.linear.blocks.hopper import triton as blocks
+from engine_core.kernels.linear.chain.hopper import triton as chain
 from engine_core.kernels.linear.fp8.hopper import triton as products
 from engine_core.kernels.linear.groups.hopper import triton as codes
 from engine_core.kernels.linear.held.hopper import triton as held
@@ -148,6 +149,19 @@ def product(rows: int, n: int, k: int, parted: bool, has_bias: bool) -> None:
     products.product(x, scales[0], weight, scales[1], bias, tile, BFLOAT16)
 
 
+def linears_chain(hidden: int, intermediate: int, qkv: int, has_bias: bool) -> None:
+    """From the heads of an attention to the next one's products, of one row."""
+    shapes = ((hidden, hidden), (2 * intermediate, hidden), (hidden, intermediate), (qkv, hidden))
+    weights = [
+        Fp8Weight(torch.zeros(n, k).to(torch.float8_e4m3fn), torch.zeros(n), BFLOAT16)
+        for n, k in shapes
+    ]
+    x = torch.zeros(1, hidden, dtype=BFLOAT16)
+    norms = [ChainNorm(x[0], 1e-5)] * 2
+    biases = [torch.zeros(n, dtype=BFLOAT16) if has_bias else None for n, _ in shapes]
+    chain.chain(x, x, Chain(tuple(weights), *norms, tuple(biases)))
+
+
 def attend(width: int, longest: int, dtype: torch.dtype) -> None:
     """Attention within one segment."""
     q, k, v = torch.zeros(3, longest, 4, width, dtype=dtype)
@@ -204,6 +218,8 @@ LAUNCHES: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "held-added-64": (held_linear, (64, "added", 896, 896, 0, BFLOAT16)),
     "held-stored-3": (held_linear, (3, "stored", 1152, 896, 64, BFLOAT16)),
     "held-stored-16": (held_linear, (16, "stored", 1920, 1280, 128, FLOAT16)),
+    "chain": (linears_chain, (1024, 1536, 1024, False)),
+    "chain-bias": (linears_chain, (4096, 14336, 6144, True)),
     "segments-64": (attend, (64, 300, BFLOAT16)),
     "segments-64-long": (attend, (64, 2000, BFLOAT16)),
     "segments-80": (attend, (80, 2000, FLOAT16)),
@@ -227,7 +243,7 @@ def resources(cubin: bytes) -> str:
 def main(names: list[str]) -> None:
     """Compile the launches of these names, or all."""
     compiled = compile_launches()
-    modules: tuple[Any, ...] = (linear, codes, blocks, integers, held, products)
+    modules: tuple[Any, ...] = (linear, codes, blocks, integers, held, products, chain)
     for module in modules:
         module.pdl_options = lambda device: {"PDL": True, "launch_pdl": True}
     for name in names or LAUNCHES:

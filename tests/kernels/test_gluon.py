@@ -511,10 +511,14 @@ def test_hoppers_own_kernels_pass_their_trials(
     tile = choose_codes_tile(1, 4096, 4096, False, HOPPER)
     blocks, integers = hopper("linear.blocks"), hopper("linear.integers")
     cases: list[tuple[ModuleType, tuple[Any, ...]]] = [
-        *((attention, (like(32, 128), 8, size, pdl)) for size in (16, 64) for pdl in (True, False)),
-        (attention, (like(14, 64), 2, 64, True)),
-        (attention, (like(8, 128), 8, 256, True)),
-        *((attention, (like(6, width), 3, 64, True)) for width in (72, 80, 96, 192, 256)),
+        *(
+            (attention, (like(32, 128), 8, size, pdl, 2))
+            for size in (16, 64)
+            for pdl in (True, False)
+        ),
+        *((attention, (like(14, 64), 2, 64, True, groups)) for groups in (2, 3)),
+        (attention, (like(8, 128), 8, 256, True, 2)),
+        *((attention, (like(6, width), 3, 64, True, 2)) for width in (72, 80, 96, 192, 256)),
         *((linear, (like(1, 64)[0], *kind)) for kind in product((False, True), repeat=2)),
         *((linear, (like(1, 64)[0], has_bias, True, 64)) for has_bias in (False, True)),
         *((codes, (like(1, 4096)[0], weight, tile, ending)) for ending in ENDINGS),
@@ -552,7 +556,7 @@ def test_what_a_trial_allows_is_what_tests_allow() -> None:
 EACH_KIND = (
     *("heads-48", "gated-bias", "gated-narrow", "segments-64", "codes-gated-1", "blocks-gated-1"),
     *("floats-gated-1", "floats-gated-16"),
-    *("products-parts-96", "held-gated-8"),
+    *("products-parts-96", "held-gated-8", "chain"),
 )
 MORE_FORMS = (
     *("8B", "0.5B", "1B-long", "heads-80", "heads-256", "quick-gelu-bias", "codes-gated-32"),
@@ -568,7 +572,7 @@ MORE_FORMS = (
     ),
     *("floats-added-3", "floats-stored-1", "floats-stored-16", "floats-gated-32"),
     *("codes-added-64", "segments-80", "segments-64-long", "products-wide-32"),
-    *("products-wide-192", "held-added-8", "held-stored-16"),
+    *("products-wide-192", "held-added-8", "held-stored-16", "chain-bias"),
 )
 
 

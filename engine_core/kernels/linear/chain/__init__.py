@@ -1,0 +1,155 @@
+"""The linears from one attention to the next, as one operation of few rows."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine_core.kernels.gpu import GPU, gpu_of
+from engine_core.kernels.launch.quick import Quick, is_quick
+from engine_core.kernels.linear import linear, linear_add
+from engine_core.kernels.linear.fp8 import Fp8Weight
+
+# Rows of a step that the matrix units' columns have room for beside the parts of x.
+MOST_ROWS = 1
+_HOPPER = (9, 0)
+# Columns of K that a step of the kernel takes four times.
+_QUARTER = 4 * 128
+
+
+class ChainNorm(NamedTuple):
+    """An RMSNorm between two linears of a chain.
+
+    Attributes:
+        weight: ``[N]``.
+        eps: as of the norm.
+        offset: added to the weight.
+    """
+
+    weight: Tensor
+    eps: float
+    offset: float = 0.0
+
+
+Weights = tuple[Fp8Weight, Fp8Weight, Fp8Weight, Fp8Weight]
+Biases = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+class Chain(NamedTuple):
+    """The linears from an attention to the next one, and the norms between them.
+
+    Attributes:
+        weights: the projection back ``[H, heads]``, which the residual is added to and ``middle``
+            follows; gate's rows before those of up, ``[2 I, H]``, which the SiLU follows; down
+            ``[H, I]``, which the residual is added to and ``end`` follows; queries, keys and
+            values ``[Q, H]``.
+        middle: the norm before gate and up.
+        end: the norm before the next attention.
+        biases: of the four; None where there is none.
+    """
+
+    weights: Weights
+    middle: ChainNorm
+    end: ChainNorm
+    biases: Biases = (None, None, None, None)
+
+
+def chain_declined(
+    rows: int, shapes: list[tuple[int, int]], dtype: torch.dtype, gpu: GPU | None
+) -> str | None:
+    """The reason why there is no kernel for so many rows and such a chain; None if there is.
+
+    Args:
+        rows: tokens.
+        shapes: ``(N, K)`` of the four matrices of 8-bit floats, in their order.
+        dtype: of x.
+        gpu: where it runs.
+    """
+    if gpu is None or gpu.capability != _HOPPER:
+        return "only GPUs of compute capability 9.0 have a kernel for a chain of linears"
+    if is_quick(Quick.PRODUCTS):
+        return "its kernel takes seconds to compile"
+    if rows > MOST_ROWS:
+        return "for so many rows the linears are faster one by one"
+    if dtype != torch.bfloat16:
+        return "float16 has more bits than two of 8-bit floats"
+    if any(k % _QUARTER or n % 16 for n, k in shapes):
+        return "each K must be a multiple of 512 and each N of 16"
+    return None
+
+
+def _runs(x: Tensor, chain: Chain) -> bool:
+    """Whether these rows ``[M, K]`` are one launch; the kernel may be tried for that."""
+    shapes = [(weight.shape[0], weight.shape[1]) for weight in chain.weights]
+    if chain_declined(len(x), shapes, x.dtype, gpu_of(x.device)) is not None:
+        return False
+    from engine_core.kernels.launch.gluon import runs_gluon
+
+    if not runs_gluon(x.device) or _shares_multiprocessors():
+        return False
+    from engine_core.kernels.linear.chain.hopper import triton as hopper
+
+    return hopper.fits(x, chain) and hopper.is_trusted(x, chain)
+
+
+def linear_chain(x: Tensor, residual: Tensor, chain: Chain) -> tuple[Tensor, Tensor]:
+    """From an attention's heads to the next one's queries, keys and values, not rotated yet.
+
+    One launch where :func:`chain_declined` has no objection and the kernel proves right, else one
+    for each linear. Sums are rounded alike; a norm's division follows the next product.
+
+    Args:
+        x: ``[..., heads]``.
+        residual: ``[..., H]``, that of the attention, x's dtype.
+        chain: the linears and norms.
+
+    Returns:
+        ``[..., Q]``, and the residual ``[..., H]`` beside it.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if _runs(rows, chain):
+        from engine_core.kernels.linear.chain.hopper import triton as hopper
+
+        product, total = hopper.chain(rows, residual.reshape(len(rows), -1), chain)
+        return product.view(*x.shape[:-1], -1), total.view_as(residual)
+    o, gate_up, down, qkv = chain.weights
+    o_bias, gate_up_bias, down_bias, qkv_bias = chain.biases
+    (weight, eps, offset), (end_weight, end_eps, end_offset) = chain.middle, chain.end
+    normed, total = linear_add(x, o, o_bias, residual, weight, eps, norm_offset=offset)
+    activated = linear(normed, gate_up, gate_up_bias, gated=True)
+    normed, total = linear_add(
+        activated, down, down_bias, total, end_weight, end_eps, norm_offset=end_offset
+    )
+    return linear(normed, qkv, qkv_bias), total
+
+
+@functools.cache
+def _shares_multiprocessors() -> bool:
+    """Whether kernels of another process may run beside ours, by NVIDIA's MPS.
+
+    A chain's programs wait for one another, so all of them must be there at once. Those of two
+    chains could each have half of the multiprocessors. In one process steps follow one another on
+    one stream, and without MPS so do the times of processes.
+    """
+    pipe = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
+    return Path(pipe).exists()
+
+
+def barrier_count(device: torch.device) -> Tensor:
+    """``[1]`` int64, of this stream alone, that the programs of each launch add to.
+
+    The first call on a stream must not be inside a graph capture.
+    """
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _barrier_count(device, stream)
+
+
+@functools.cache
+def _barrier_count(device: torch.device, stream: int) -> Tensor:
+    del stream
+    return torch.zeros(1, dtype=torch.int64, device=device)

@@ -1,0 +1,455 @@
+"""The linears from one attention to the next as one launch, on Hopper, in Gluon.
+
+A program stays on its multiprocessor from the first linear to the last. The tensor memory
+accelerator brings tiles of the weights to a ring in shared memory, and begins with those of the
+next linear while the last tiles of the one before are multiplied, and while programs wait for one
+another: the memory is never idle between two linears, as it is between two launches. 8-bit floats
+are multiplied as they are: a row of x becomes two of 8-bit floats, together its numbers.
+
+The matrix units want 64 rows of the weight. A tile has 16, four times: once for each quarter of K,
+by which as many groups of columns of x are multiplied. Of these products those of a quarter by its
+own columns count.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from engine_core.kernels.activation.triton import activated
+from engine_core.kernels.launch.gluon import Family, Trial
+from engine_core.kernels.launch.hopper.triton import (
+    launch_dependents,
+    reinterpret,
+    sync_threads,
+    tma_load,
+    wait,
+)
+from engine_core.kernels.launch.triton import num_multiprocessors, pdl_options
+from engine_core.kernels.linear.chain import Chain, ChainNorm, barrier_count
+from engine_core.kernels.linear.epilogues.triton import Activated, Added
+from engine_core.kernels.linear.fp8 import Fp8Weight
+from engine_core.kernels.linear.tiles import Tile
+
+_FAMILY = Family("chains of linears", "Steps of one row in 8-bit floats take a tenth longer")
+
+# Rows of the weight in a tile; quarters of K; chunks of 128 bytes of each quarter in a step.
+_ROWS = gl.constexpr(16)
+_QUARTERS = gl.constexpr(4)
+_CHUNKS = gl.constexpr(4)
+# Bytes of a step: what the ring holds some of.
+# Columns of K in a step.
+_STEP = _QUARTERS.value * _CHUNKS.value * 128
+_BYTES = gl.constexpr(_QUARTERS.value * _CHUNKS.value * _ROWS.value * 128)
+# The lower part of x is larger by this, so that it keeps its bits.
+_LOWER = gl.constexpr(16.0)
+# Bytes of a multiprocessor's shared memory that a program may take: attention's, of the kernel
+# ahead, has room beside it, so that the first weights are there when attention ends.
+_MOST_SHARED = 180 * 1024
+_MOST_STAGES = 4
+
+
+@gluon.jit
+def _issue(
+    descs, rings, full, step, begins, NUM_STEPS: gl.constexpr, HALVES: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Begin to load a step, of whichever linear it is."""
+    slot = step % STAGES
+    barrier = full.index(slot)
+    LINEARS: gl.constexpr = len(NUM_STEPS)
+    mbarrier.expect(barrier, _BYTES, pred=step < begins[LINEARS])
+    for i in gl.static_range(LINEARS):
+        there = (step >= begins[i]) & (step < begins[i + 1])
+        turn = (step - begins[i]) // NUM_STEPS[i]
+        chunk = (step - begins[i]) % NUM_STEPS[i] * _CHUNKS
+        row = (gl.program_id(0) + turn * gl.num_programs(0)) * (_ROWS // HALVES[i])
+        tma_load(descs[i], [chunk, 0, 0, row, 0], barrier, rings[i].index(slot), pred=there)
+
+
+@gluon.jit
+def _join_programs(count_ptr, target):
+    """Wait until all programs have come here; what they stored is visible then."""
+    sync_threads()
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred p; .reg .b32 thread; .reg .b64 count;
+        mov.u32 thread, %tid.x;
+        setp.ne.u32 p, thread, 0;
+        @p bra joined;
+        red.release.gpu.global.add.u64 [$1], 1;
+        again:
+        ld.acquire.gpu.global.u64 count, [$1];
+        setp.lt.u64 p, count, $2;
+        @p bra again;
+        joined:
+        mov.b32 $0, thread;
+        }""",
+        "=r,l,l",
+        [count_ptr, target],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    sync_threads()
+
+
+@gluon.jit
+def _power_of_2(top):
+    """A power of 2 by which ``top``, not negative, gets below 256, and one by it; NaN for inf."""
+    exponent = gl.maximum(top.to(gl.int32, bitcast=True) >> 23, 27)
+    factor = ((261 - exponent) << 23).to(gl.float32, bitcast=True)
+    inverse = ((exponent - 7) << 23).to(gl.float32, bitcast=True)
+    return gl.where(exponent == 255, float("nan"), factor), inverse
+
+
+@gluon.jit
+def _take_row(x, x_ptr, QUADS: gl.constexpr):
+    """A row to shared memory as pairs of 8-bit floats; what products are to be multiplied by.
+
+    Columns of a chunk lie as a weight's codes do: two that are 64 apart are neighbours.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 2, 8], [4, 1, 1, 8], [1, 4, 1, 1], [3, 2, 1, 0])
+    L3: gl.constexpr = gl.SliceLayout(3, LAYOUT)
+    L2: gl.constexpr = gl.SliceLayout(2, L3)
+    GROUPS: gl.constexpr = (QUADS - 1) // _CHUNKS + 1
+    quads = gl.arange(0, _CHUNKS, gl.SliceLayout(1, L2))
+    quads = gl.expand_dims(gl.expand_dims(gl.expand_dims(quads, 1), 2), 3)
+    quarters = gl.arange(0, _QUARTERS, gl.SliceLayout(0, L2))
+    quarters = gl.expand_dims(gl.expand_dims(gl.expand_dims(quarters, 0), 2), 3)
+    side = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, L3)))
+    side = gl.expand_dims(gl.expand_dims(gl.expand_dims(side, 0), 1), 3)
+    cols = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
+    cols = gl.expand_dims(gl.expand_dims(gl.expand_dims(cols, 0), 1), 2)
+    places = x_ptr + (quarters * QUADS + quads) * 128 + side * 64 + cols
+    values = ()
+    top = gl.zeros([_CHUNKS, _QUARTERS, 2, 64], gl.float32, LAYOUT)
+    for group in gl.static_range(GROUPS):
+        # Other programs wrote it: not from this multiprocessor's own cache.
+        found = gl.load(
+            places + group * (_CHUNKS * 128),
+            mask=quads + group * _CHUNKS < QUADS,
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        top = gl.maximum(top, gl.abs(found.to(gl.float32)))
+        values += (found,)  # type: ignore[assignment]
+    factor, inverse = _power_of_2(gl.max(gl.max(gl.max(gl.max(top, 3), 2), 0), 0))
+    for group in gl.static_range(GROUPS):
+        scaled = values[group].to(gl.float32) * factor
+        upper = scaled.to(gl.float8e4nv)  # type: ignore[unreachable]
+        lower = ((scaled - upper.to(gl.float32)) * _LOWER).to(gl.float8e4nv)
+        both = gl.join(upper, lower).permute((0, 1, 4, 3, 2))
+        x.index(group).store(both.reshape([_CHUNKS, 2 * _QUARTERS, 128]))
+    fence_async_shared()
+    sync_threads()
+    return inverse
+
+
+@gluon.jit
+def _multiply(weights, x, acc, slot, step):
+    """``acc`` and the products of a step's chunks.
+
+    The matrix units keep few bits of a sum of 8-bit floats: chunks are added up here.
+    """
+    ACC: gl.constexpr = acc.type.layout
+    zero = gl.zeros([64, 2 * _QUARTERS], gl.float32, ACC)
+    parts = ()
+    for chunk in gl.static_range(_CHUNKS):
+        part = warpgroup_mma(
+            weights.index(slot * _CHUNKS + chunk),
+            x.index(step * _CHUNKS + chunk).permute((1, 0)),
+            zero,
+            use_acc=False,
+            is_async=True,
+        )
+        parts += (part,)  # type: ignore[assignment]
+    a, b, c, d = warpgroup_mma_wait(0, deps=parts)
+    return acc + ((a + b) + (c + d))
+
+
+@gluon.jit
+def _own_products(acc):
+    """Of ``acc [64, 8]`` those of quarters by their own columns, both parts: ``[64]``."""
+    ACC: gl.constexpr = acc.type.layout
+    quarter = gl.arange(0, 64, gl.SliceLayout(1, ACC)) // _ROWS
+    cols = gl.arange(0, 2 * _QUARTERS, gl.SliceLayout(0, ACC))
+    own = gl.expand_dims(quarter, 1) == gl.expand_dims(cols // 2, 0)
+    factor = gl.where(cols % 2 == 1, 1.0 / _LOWER, 1.0)
+    return gl.sum(gl.where(own, acc * gl.expand_dims(factor, 0), 0.0), 1)
+
+
+@gluon.jit
+def _rounded(x, ELEMENT: gl.constexpr):
+    return x.to(ELEMENT).to(gl.float32)
+
+
+@gluon.jit
+def _ask(ptr, cols, N):
+    """Float32 of columns; 0 if there are none to load."""
+    found = 0.0
+    if ptr is not None:
+        found = gl.load(ptr + cols, mask=cols < N, other=0.0).to(gl.float32)
+    return found
+
+
+@gluon.jit
+def _linear(
+    descs, rings, weights, xs, full, begins, x_ptr, end, scales_ptr, bias_ptr, squares_ptr, eps,
+    INDEX: gl.constexpr, K: gl.constexpr, N: gl.constexpr, SQUARES: gl.constexpr,
+    NUM_STEPS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The linear number INDEX of the chain, of N columns; of what follows, see :class:`Added`.
+
+    With SQUARES, x lacks an RMSNorm's division by those.
+    """
+    QUADS: gl.constexpr = K // (_QUARTERS * 128)
+    GATED: gl.constexpr = HALVES[INDEX] == 2
+    COLS: gl.constexpr = _ROWS // HALVES[INDEX]
+    TILES: gl.constexpr = (N - 1) // COLS + 1
+    ELEMENT: gl.constexpr = end.out.dtype.element_ty
+    WARPS: gl.constexpr = gl.num_warps()
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 2 * _QUARTERS, 32])
+    # A thread has both a gate's product and its up's.
+    BOTH: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WARPS, 1], [1, 0])
+    OUT: gl.constexpr = gl.SliceLayout(1, BOTH)
+    factor = 1.0
+    if SQUARES:
+        FLAT: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
+        places = gl.arange(0, triton.next_power_of_2(SQUARES), FLAT)
+        squares = gl.load(
+            squares_ptr + places, mask=places < SQUARES, other=0.0, cache_modifier=".cg"
+        )
+        factor = 1.0 / gl.sqrt(gl.sum(squares, 0) / K + eps)
+    factor *= _take_row(xs[0], x_ptr, QUADS)
+    step = begins[INDEX]
+    for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
+        cols = tile * COLS + gl.arange(0, COLS, OUT)
+        mask = cols < N
+        scale = gl.load(scales_ptr + cols, mask=mask, other=0.0)
+        bias = _ask(bias_ptr, cols, N)
+        up_scale = scale
+        up_bias = bias
+        residual = scale
+        weight = scale
+        if GATED:
+            up_scale = gl.load(scales_ptr + N + cols, mask=mask, other=0.0)
+            if bias_ptr is not None:
+                up_bias = _ask(bias_ptr + N, cols, N)
+        elif not SQUARES:
+            residual = gl.load(end.residual + cols, mask=mask, other=0.0, cache_modifier=".cg")
+            weight = _ask(end.norm_weight, cols, N) + end.OFFSET
+        acc = gl.zeros([64, 2 * _QUARTERS], gl.float32, ACC)
+        for of_tile in range(NUM_STEPS[INDEX]):
+            slot = step % STAGES
+            mbarrier.wait(full.index(slot), step // STAGES & 1)
+            acc = _multiply(weights, xs[1], acc, slot, of_tile)
+            sync_threads()
+            _issue(descs, rings, full, step + STAGES, begins, NUM_STEPS, HALVES, STAGES)
+            step += 1
+        products = _own_products(acc)
+        if GATED:
+            both = gl.sum(products.reshape([_QUARTERS, 2, COLS]), 0).permute((1, 0))
+            gate, up = gl.convert_layout(both, BOTH).split()
+            gate = _rounded(gate * scale * factor + bias, ELEMENT)
+            up = _rounded(up * up_scale * factor + up_bias, ELEMENT)
+            gl.store(end.out + cols, (activated(gate, "silu") * up).to(ELEMENT), mask=mask)
+        else:
+            found = gl.convert_layout(gl.sum(products.reshape([_QUARTERS, COLS]), 0), OUT)
+            found = found * scale * factor + bias
+            if SQUARES:
+                gl.store(end.out + cols, found.to(ELEMENT), mask=mask)
+            else:
+                total = (_rounded(found, ELEMENT) + residual.to(gl.float32)).to(ELEMENT)
+                gl.store(end.total + cols, total, mask=mask)
+                total = total.to(gl.float32)
+                gl.store(end.squares + tile, gl.sum(gl.where(mask, total * total, 0.0), 0))
+                gl.store(end.out + cols, (total * weight).to(ELEMENT), mask=mask)
+
+
+@gluon.jit
+def _chain_kernel(
+    o_desc, gate_up_desc, down_desc, qkv_desc,
+    x_ptr,
+    o_end, gate_up_end, down_end, qkv_end,
+    o_scales, gate_up_scales, down_scales, qkv_scales,
+    o_bias, gate_up_bias, down_bias, qkv_bias,
+    middle_eps, end_eps,
+    count_ptr,
+    KS: gl.constexpr, NS: gl.constexpr, NUM_STEPS: gl.constexpr, STAGES: gl.constexpr,
+    GROUPS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The projection back, gate and up, down, and the next queries, keys and values, of one row.
+
+    ``count`` is one number that all launches add to, a multiple of the programs before each.
+    """
+    launch_dependents(PDL)
+    HALVES: gl.constexpr = (1, 2, 1, 1)
+    WORD: gl.constexpr = o_desc.dtype
+    CODE: gl.constexpr = gl.float8e4nv
+    CHUNK: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
+    CHUNKS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=3)
+    X_COLS: gl.constexpr = 2 * _QUARTERS
+    pid = gl.program_id(0)
+    programs = gl.num_programs(0)
+    ring = gl.allocate_shared_memory(
+        WORD, [STAGES, _CHUNKS, _QUARTERS, 1, _ROWS, 64], o_desc.layout
+    )
+    halves = reinterpret(
+        ring, WORD, [STAGES, _CHUNKS, _QUARTERS, 2, _ROWS // 2, 64], gate_up_desc.layout
+    )
+    weights = reinterpret(ring, CODE, [STAGES * _CHUNKS, 64, 128], CHUNK)
+    x = gl.allocate_shared_memory(CODE, [GROUPS, _CHUNKS, X_COLS, 128], CHUNKS_LAYOUT)
+    xs = (x, reinterpret(x, CODE, [GROUPS * _CHUNKS, X_COLS, 128], CHUNK))
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+    fence_async_shared()
+    sync_threads()
+    descs = (o_desc, gate_up_desc, down_desc, qkv_desc)
+    rings = (ring, halves, ring, ring)
+    # Steps of this program ahead of each linear.
+    begin = pid * 0
+    begins = (begin,)
+    for i in gl.static_range(4):
+        tiles = (NS[i] - 1) // (_ROWS // HALVES[i]) + 1
+        begin += gl.cdiv(gl.maximum(tiles - pid, 0), programs) * NUM_STEPS[i]
+        begins += (begin,)  # type: ignore[assignment]
+    # The weights are older than all kernels: their first tiles do not wait for x.
+    for stage in gl.static_range(STAGES):
+        _issue(descs, rings, full, pid * 0 + stage, begins, NUM_STEPS, HALVES, STAGES)
+    wait(PDL)
+    # Some programs may have come to the first meeting already, but not all.
+    count = gl.load(count_ptr, volatile=True)
+    count = count - count % programs + programs
+    _linear(
+        descs, rings, weights, xs, full, begins, x_ptr, o_end, o_scales, o_bias, None, 0.0, 0,
+        KS[0], NS[0], 0, NUM_STEPS, HALVES, STAGES,
+    )  # fmt: skip
+    _join_programs(count_ptr, count)
+    MIDDLE_SQUARES: gl.constexpr = (NS[0] - 1) // _ROWS + 1
+    _linear(
+        descs, rings, weights, xs, full, begins, o_end.out, gate_up_end, gate_up_scales,
+        gate_up_bias, o_end.squares, middle_eps, 1, KS[1], NS[1], MIDDLE_SQUARES, NUM_STEPS,
+        HALVES, STAGES,
+    )  # fmt: skip
+    _join_programs(count_ptr, count + programs)
+    _linear(
+        descs, rings, weights, xs, full, begins, gate_up_end.out, down_end, down_scales,
+        down_bias, None, 0.0, 2, KS[2], NS[2], 0, NUM_STEPS, HALVES, STAGES,
+    )  # fmt: skip
+    _join_programs(count_ptr, count + 2 * programs)
+    END_SQUARES: gl.constexpr = (NS[2] - 1) // _ROWS + 1
+    _linear(
+        descs, rings, weights, xs, full, begins, down_end.out, qkv_end, qkv_scales, qkv_bias,
+        down_end.squares, end_eps, 3, KS[3], NS[3], END_SQUARES, NUM_STEPS, HALVES, STAGES,
+    )  # fmt: skip
+
+
+def fits(x: Tensor, chain: Chain) -> bool:
+    """Whether :func:`chain` takes tensors of these forms and places."""
+    return x.stride(-1) == 1 and all(
+        weight.scales.dim() == 1
+        and weight.codes.is_contiguous()
+        and weight.codes.data_ptr() % 16 == 0
+        for weight in chain.weights
+    )
+
+
+def is_trusted(x: Tensor, chain: Chain) -> bool:
+    """Whether :func:`chain` may be used for such rows; it may be tried for that."""
+    shapes = tuple(tuple(weight.shape) for weight in chain.weights)
+    return _FAMILY.allows(x.device, (x.dtype, shapes), lambda: _trial(x, shapes))
+
+
+def _trial(x: Tensor, shapes: tuple[tuple[int, ...], ...]) -> Trial:
+    """A row of the shapes of a chain."""
+    draw = torch.Generator(x.device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, device=x.device).to(x.dtype)
+
+    weights = [Fp8Weight.quantized(normal(n, k) / k**0.5) for n, k in shapes]
+    width = shapes[0][0]
+    norms = [ChainNorm(normal(width), 1e-6) for _ in range(2)]
+    tried = Chain((weights[0], weights[1], weights[2], weights[3]), norms[0], norms[1])
+    heads, residual = normal(1, shapes[0][1]), normal(1, width)
+
+    def run() -> Tensor:
+        qkv, total = chain(heads, residual, tried)
+        return torch.cat((qkv, total), 1)
+
+    o, gate_up, down, qkv = (weight.numbers(torch.float32) for weight in weights)
+    total = (heads.float() @ o.T).to(x.dtype) + residual
+    gate, up = (_normed(total, norms[0]) @ gate_up.T).to(x.dtype).float().chunk(2, 1)
+    activated = (torch.nn.functional.silu(gate) * up).to(x.dtype)
+    total = (activated.float() @ down.T).to(x.dtype) + total
+    return Trial(run, torch.cat((_normed(total, norms[1]) @ qkv.T, total.float()), 1))
+
+
+def _normed(total: Tensor, norm: ChainNorm) -> Tensor:
+    wide = total.float()
+    mean = wide.square().mean(1, keepdim=True)
+    weighed = (wide * norm.weight.float()).to(total.dtype).float()
+    return weighed * torch.rsqrt(mean + norm.eps)
+
+
+def _descriptor(weight: Fp8Weight, halves: int) -> TensorDescriptor:
+    """A weight's words by chunks, quarters of K, halves that a tile has both of, and rows."""
+    n, k = weight.shape
+    words, rows = k // 2, n // halves
+    quads = words // 64 // _QUARTERS.value
+    return TensorDescriptor(
+        weight.codes.view(torch.int16),
+        [quads, _QUARTERS.value, halves, rows, 64],
+        [64, quads * 64, rows * words, words, 1],
+        [_CHUNKS.value, _QUARTERS.value, halves, _ROWS.value // halves, 64],
+        gl.NVMMASharedLayout(128, 16, rank=5),
+    )
+
+
+def chain(x: Tensor, residual: Tensor, chain: Chain) -> tuple[Tensor, Tensor]:
+    """As :func:`engine_core.kernels.linear.chain.linear_chain`.
+
+    What :func:`fits` asks holds. Nothing that is still running writes the weights: they are read
+    before the kernels before are waited for.
+    """
+    tile = Tile(_ROWS.value, 0)
+    sizes = [(weight.shape[0], weight.shape[1]) for weight in chain.weights]
+    o_end = Added.of(residual, chain.middle.weight, tile, chain.middle.offset)
+    gate_up_end = Activated.of(o_end.out, sizes[1][0], gated=True)
+    down_end = Added.of(o_end.total, chain.end.weight, tile, chain.end.offset)
+    qkv_end = Activated.of(o_end.out, sizes[3][0])
+    ends = (o_end, gate_up_end, down_end, qkv_end)
+    halves = (1, 2, 1, 1)
+    groups = max(triton.cdiv(k, _STEP) for _, k in sizes)
+    shared = groups * _CHUNKS.value * 2 * _QUARTERS.value * 128
+    programs = num_multiprocessors(x.device)
+    _chain_kernel[(programs,)](
+        *(_descriptor(*each) for each in zip(chain.weights, halves, strict=True)),
+        x,
+        *ends,
+        *(weight.scales for weight in chain.weights),
+        *chain.biases,
+        chain.middle.eps,
+        chain.end.eps,
+        barrier_count(x.device),
+        KS=tuple(k for _, k in sizes),
+        NS=tuple(n // half for (n, _), half in zip(sizes, halves, strict=True)),
+        NUM_STEPS=tuple(triton.cdiv(k, _STEP) for _, k in sizes),
+        STAGES=max(2, min(_MOST_STAGES, (_MOST_SHARED - shared) // _BYTES.value)),
+        GROUPS=groups,
+        num_warps=4,
+        **pdl_options(x.device),
+    )
+    return qkv_end.out, down_end.total

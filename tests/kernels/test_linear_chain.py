@@ -1,0 +1,167 @@
+"""The linears from one attention to the next, together and one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine_core.kernels import GPU, Chain, ChainNorm, Fp8Weight, chain_declined, linear_chain
+
+HOPPER = GPU.of_capability((9, 0))
+
+
+def chain(
+    sizes: tuple[int, int, int, int],
+    device: str = "cpu",
+    *,
+    has_bias: bool = False,
+    offset: float = 0.0,
+) -> Chain:
+    """One of random numbers: columns of heads, hidden, intermediate, and of q, k and v."""
+    heads, hidden, intermediate, qkv = sizes
+    draw = torch.Generator().manual_seed(sum(sizes))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw).to(torch.bfloat16)
+
+    shapes = ((hidden, heads), (2 * intermediate, hidden), (hidden, intermediate), (qkv, hidden))
+    weights = [Fp8Weight.quantized(normal(n, k) / k**0.5) for n, k in shapes]
+    on_device = [
+        Fp8Weight(weight.codes.to(device), weight.scales.to(device), weight.dtype)
+        for weight in weights
+    ]
+    norms = [ChainNorm((normal(hidden) / 4 + 1).to(device), 1e-5, offset) for _ in range(2)]
+    biases = [normal(n).to(device) if has_bias else None for n, _ in shapes]
+    weights: Any = tuple(on_device)
+    given: Any = tuple(biases)
+    return Chain(weights, norms[0], norms[1], given)
+
+
+def expected(x: Tensor, residual: Tensor, made: Chain) -> tuple[Tensor, Tensor]:
+    """The same in float64, of the numbers that the codes stand for; nothing is rounded."""
+    wide = [weight.numbers(torch.float32).double() for weight in made.weights]
+    biases = [torch.zeros((), dtype=torch.float64, device=x.device)] * 4
+    biases = [
+        zero if bias is None else bias.double()
+        for bias, zero in zip(made.biases, biases, strict=True)
+    ]
+
+    def normed(total: Tensor, norm: ChainNorm) -> Tensor:
+        root = torch.rsqrt(total.square().mean(-1, keepdim=True) + norm.eps)
+        return total * root * (norm.weight.double() + norm.offset)
+
+    total = x.double() @ wide[0].T + biases[0] + residual.double()
+    gate, up = (normed(total, made.middle) @ wide[1].T + biases[1]).chunk(2, -1)
+    total = total + (functional.silu(gate) * up) @ wide[2].T + biases[2]
+    return normed(total, made.end) @ wide[3].T + biases[3], total
+
+
+def rows(count: int, made: Chain, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """Heads ``[1, count, heads]``, of which one number is a hundred times as large; a residual."""
+    draw = torch.Generator().manual_seed(count)
+    x = torch.randn(1, count, made.weights[0].shape[1], generator=draw)
+    x[..., 5] *= 100
+    residual = torch.randn(1, count, made.weights[0].shape[0], generator=draw)
+    return x.to(device, torch.bfloat16), residual.to(device, torch.bfloat16)
+
+
+def assert_near(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
+    """Within a few roundings to bfloat16 of the rows' sizes."""
+    for got, want in zip(found, wanted, strict=True):
+        assert got.shape == want.shape
+        assert got.dtype == torch.bfloat16
+        error = (got.double() - want).norm() / want.norm()
+        assert error < 6e-3
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_it_is_what_the_linears_are(count: int, has_bias: bool) -> None:
+    made = chain((256, 128, 384, 192), has_bias=has_bias, offset=1.0 if has_bias else 0.0)
+    x, residual = rows(count, made)
+    assert_near(linear_chain(x, residual, made), expected(x, residual, made))
+
+
+@pytest.mark.parametrize(
+    ("count", "shapes", "dtype", "gpu", "why"),
+    [
+        (1, [(4096, 4096)] * 4, torch.bfloat16, None, "compute capability 9.0"),
+        (1, [(4096, 4096)] * 4, torch.bfloat16, GPU.of_capability((8, 0)), "9.0"),
+        (2, [(4096, 4096)] * 4, torch.bfloat16, HOPPER, "one by one"),
+        (1, [(4096, 4096)] * 4, torch.float16, HOPPER, "float16"),
+        (1, [(4096, 4096)] * 3 + [(4096, 896)], torch.bfloat16, HOPPER, "multiple of 512"),
+        (1, [(4096, 4096)] * 3 + [(4104, 4096)], torch.bfloat16, HOPPER, "of 16"),
+    ],
+)
+def test_what_has_no_kernel_is_declined_with_the_reason(
+    count: int, shapes: list[tuple[int, int]], dtype: torch.dtype, gpu: GPU | None, why: str
+) -> None:
+    assert why in (chain_declined(count, shapes, dtype, gpu) or "")
+    assert chain_declined(1, [(4096, 512)] * 4, torch.bfloat16, HOPPER) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        # Less than one step of K, and fewer tiles than multiprocessors.
+        (512, 512, 512, 512),
+        # Steps that are not whole, more heads than hidden, and a tile that is not whole.
+        (2048, 1024, 3072, 4096),
+        (3584, 3584, 18944, 4608),
+        (4096, 4096, 14336, 6144),
+    ],
+)
+def test_one_launch_is_what_the_linears_are(
+    sizes: tuple[int, int, int, int], has_bias: bool
+) -> None:
+    made = chain(sizes, "cuda", has_bias=has_bias, offset=1.0 if has_bias else 0.0)
+    x, residual = rows(1, made, "cuda")
+    first = linear_chain(x, residual, made)
+    assert_near(first, expected(x, residual, made))
+    for _ in range(20):
+        again = linear_chain(x, residual, made)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    small = x * 2.0**-60
+    assert_near(linear_chain(small, residual, made), expected(small, residual, made))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_none(number: float) -> None:
+    made = chain((512, 512, 1024, 1024), "cuda")
+    x, residual = rows(1, made, "cuda")
+    x[..., 7] = number
+    assert not any(found.isfinite().any() for found in linear_chain(x, residual, made))
+    x[..., 7] = 0.0
+    assert_near(linear_chain(x, residual, made), expected(x, residual, made))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_it_is_captured_and_replayed_between_other_kernels() -> None:
+    made = chain((1024, 1024, 3072, 2048), "cuda")
+    x, residual = rows(1, made, "cuda")
+    wanted = linear_chain(x, residual, made)
+    given = torch.zeros_like(x)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        linear_chain(given, residual, made)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        first = linear_chain(given + 0.0, residual, made)
+        second = linear_chain(given + 0.0, first[1] * 0 + residual, made)
+    for _ in range(3):
+        given.copy_(x)
+        graph.replay()
+        torch.cuda.synchronize()
+        for found in (first, second):
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        given.zero_()

@@ -1,0 +1,172 @@
+"""Layers of which the next one computes the rest, up to its own queries, keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine_core.kernels import GPU, Fp8Weight
+from engine_core.nn import DecoderLayer, GatedMLP, PreNormed, RMSNorm, SelfAttention
+from engine_core.nn.blocks import Attended, agree, link_layers
+from engine_core.nn.fusions import fusions
+from engine_core.nn.linear import Linear
+from engine_core.nn.quantization import fp8_checkpoint
+from engine_core.nn.quantization.fp8 import Fp8LinearMethod
+from engine_core.step_context import AttentionMetadata, BuildContext, GroupMetadata, building
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 64, 4, 2, 16, 96
+TOKENS = 3
+
+
+class KeptCodes(Fp8LinearMethod):
+    """8-bit floats that stay codes on a CPU too."""
+
+    def pack(self, weight: Tensor) -> Fp8Weight:
+        return Fp8Weight.quantized(weight)
+
+
+def layers(count: int = 3, **options: Any) -> list[DecoderLayer]:
+    """Linked layers of random numbers in 8-bit floats."""
+    with building(BuildContext(dtype=torch.bfloat16, device=torch.device("cpu"))):
+        made = [
+            DecoderLayer(
+                SelfAttention(HIDDEN, HEADS, KV_HEADS, HEAD_DIM, qkv_bias=True),
+                GatedMLP(HIDDEN, INTERMEDIATE),
+                lambda: RMSNorm(HIDDEN, 1e-5),
+                **options,
+            )
+            for _ in range(count)
+        ]
+    draw = torch.Generator().manual_seed(0)
+    for layer in made:
+        for name, param in layer.named_parameters():
+            values = torch.randn(param.shape, generator=draw)
+            scaled = 1 + 0.2 * values if "norm" in name else values / param.shape[-1] ** 0.5
+            param.data.copy_(scaled.to(torch.bfloat16))
+        for module in layer.modules():
+            if isinstance(module, Linear):
+                module.method = KeptCodes()
+                module.method.process_after_load(module)
+    link_layers(made)
+    return made
+
+
+@pytest.fixture
+def _chains_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row is chained wherever it runs: one by one, as without a kernel."""
+
+    def declined(rows: int, *_: object) -> str | None:
+        return None if rows == 1 else "many rows"
+
+    monkeypatch.setattr(fp8_checkpoint, "chain_declined", declined)
+
+
+def steps(made: list[DecoderLayer]) -> tuple[list[Any], list[Tensor], list[Tensor]]:
+    """Steps of one token each: what layers gave at the last, streams of each, and caches."""
+    agree(nn.ModuleList(made), torch.device("cpu"))
+    caches = [
+        torch.zeros(2, 2, 16, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16) for _ in range(len(made))
+    ]
+    draw = torch.Generator().manual_seed(1)
+    given: list[Any] = []
+    streams = []
+    for position in range(TOKENS):
+        x: Any = torch.randn(1, 1, HIDDEN, generator=draw).to(torch.bfloat16)
+        angles = torch.rand(1, HEAD_DIM // 2, generator=draw)
+        metadata = AttentionMetadata(
+            query_start=torch.tensor([0, 1], dtype=torch.int32),
+            kv_lens=torch.tensor([position + 1], dtype=torch.int32),
+            max_query_len=1,
+            max_kv_len=position + 1,
+            num_decode_rows=1,
+            groups=(
+                GroupMetadata(
+                    torch.tensor([[1]], dtype=torch.int32), torch.tensor([16 + position])
+                ),
+            ),
+        )
+        residual, given = None, []
+        for layer, cache in zip(made, caches, strict=True):
+            inputs = (angles.cos(), angles.sin()), (cache[0], cache[1]), metadata
+            x, residual = layer(x, residual, *inputs)
+            given.append(x)
+        assert residual is not None
+        streams.append((x + residual).float())
+    return given, streams, caches
+
+
+@pytest.mark.usefixtures("_chains_on_cpu")
+def test_a_layer_leaves_its_rest_to_the_next_one() -> None:
+    given, streams, caches = steps(layers())
+    assert [type(each) for each in given] == [Attended, Attended, Tensor]
+    apart = layers()
+    for layer in apart:
+        # A watched layer gives what it says that it gives.
+        layer.register_forward_hook(lambda module, args, output: None)
+    plain, wanted, stored = steps(apart)
+    assert [type(each) for each in plain] == [Tensor] * 3
+    for found, expected in zip(streams + caches, wanted + stored, strict=True):
+        assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.usefixtures("_chains_on_cpu")
+def test_a_hook_on_either_layer_ends_the_chain_between_them() -> None:
+    made = layers()
+    watched = []
+    made[1].mlp.down_proj.register_forward_hook(lambda *_: watched.append(1))
+    given, streams, _ = steps(made)
+    assert [type(each) for each in given] == [Tensor] * 3
+    assert len(watched) == TOKENS
+    _, expected, _ = steps(layers())
+    for found, wanted in zip(streams, expected, strict=True):
+        assert (found - wanted).norm() < 0.02 * wanted.norm()
+
+
+@pytest.mark.usefixtures("_chains_on_cpu")
+@pytest.mark.parametrize("option", ["sandwich", "residual_after_norm"])
+def test_layers_of_another_form_have_none(option: str) -> None:
+    given, _, _ = steps(layers(**{option: True}))
+    assert not any(isinstance(each, Attended) for each in given)
+
+
+def test_a_gpu_that_has_the_kernel_chains_one_row_and_the_list_says_so() -> None:
+    def chained(gpu: GPU | None) -> dict[str, tuple[str, str | None]]:
+        return {
+            fusion.linear: (fusion.rows, fusion.reason)
+            for fusion in fusions(nn.ModuleList(made), gpu, torch.bfloat16)
+            if "next linear" in fusion.linear and "to the" in fusion.linear
+        }
+
+    made = wide_layers()
+    (answer,) = chained(GPU.of_capability((9, 0))).values()
+    assert answer == ("1", "for so many rows the linears are faster one by one")
+    assert chained(GPU.of_capability((8, 0))) == {}
+    assert chained(None) == {}
+
+
+def wide_layers() -> list[DecoderLayer]:
+    """Two layers on meta of a size that the kernel takes."""
+    with building(BuildContext(dtype=torch.bfloat16, device=torch.device("meta"))):
+        made = [
+            DecoderLayer(
+                SelfAttention(1024, 8, 2, 128),
+                GatedMLP(1024, 3072),
+                lambda: RMSNorm(1024, 1e-5),
+            )
+            for _ in range(2)
+        ]
+    for layer in made:
+        for module in layer.modules():
+            if isinstance(module, Linear):
+                module.method = Fp8LinearMethod()
+    link_layers(made)
+    return made
+
+
+def test_without_a_kernel_layers_are_as_before() -> None:
+    given, _, _ = steps(layers())
+    assert not any(isinstance(each, Attended) for each in given)
+    assert isinstance(given[0], Tensor | PreNormed)
