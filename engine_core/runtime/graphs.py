@@ -551,6 +551,8 @@ class DecodeGraphs(_Graphs):
             self._adjustments = adjustments
             for stale in [stale for stale in self._graphs if stale.choice is choice]:
                 del self._graphs[stale]
+            if self._ran is not None and self._ran.choice is choice:
+                self._ran = None
         if any(each in self._graphs for each in (keys if not self._complete else keys[:1])):
             return choice
         if not self._complete:

@@ -40,6 +40,7 @@ from engine_core.kernels import (
     sample_tokens,
 )
 from engine_core.kernels.launch.quick import Quick, is_quick, quickly
+from engine_core.kernels.sampling import Adjustments
 from engine_core.nn import Embedding
 from engine_core.nn.linear import Linear
 from engine_core.runtime.block_tables import BlockTables, IntArray
@@ -218,6 +219,31 @@ def test_penalties_never_wait_for_a_capture_once_the_expected_steps_are_captured
     assert graphs.capture_next()
     assert not graphs.capture_next()
     assert device.take() == [(2, 2)]
+
+
+def test_a_step_that_was_run_with_other_adjustments_is_run_anew(
+    device: Device, state: GraphState
+) -> None:
+    """Before it is captured: its kernels may be others."""
+    plain, count = state.sampling(), ROWS + 1
+    made = []
+    for width in (8, 16):
+        kinds, ends = (torch.zeros(count, dtype=dtype) for dtype in (torch.int32, torch.int64))
+        bans = torch.zeros(count, width, dtype=torch.int32)
+        made.append(replace(plain, adjustments=Adjustments(kinds, bans, ends)))
+    state.sampling, state.compiles = lambda: made[0], Compiles()
+    graphs = DecodeGraphs(state)
+    while graphs.capture_next():
+        pass
+    captured = graphs.num_captured
+    for _ in range(2):
+        made.reverse()
+        assert graphs.offer(7, Choice.ADJUSTED) is None
+        assert graphs.capture_next(part=True)
+        assert graphs.num_captured == captured
+    assert graphs.capture_next(part=True)
+    assert graphs.num_captured == captured + 1
+    assert graphs.offer(7, Choice.ADJUSTED) is Choice.ADJUSTED
 
 
 def test_up_to_1024_rows_decode_in_few_sizes(device: Device) -> None:
