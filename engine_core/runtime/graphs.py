@@ -527,7 +527,7 @@ class DecodeGraphs(_Graphs):
         Once all that is expected was captured, no request waits for a capture: adjusted choice,
         which needs tensors over the vocabulary that few servers ever need, is made by the logits
         until :meth:`capture_next` has captured it. So is one whose kernels are being compiled, and
-        one right after a capture.
+        one right after a capture, where kernels that choose by logits are there.
         """
         if choice is None or choice is Choice.GREEDY:
             return choice
@@ -539,8 +539,16 @@ class DecodeGraphs(_Graphs):
         return choice if self._may_capture(keys[0]) else None
 
     def _may_capture(self, key: GraphKey) -> bool:
-        """Whether a step of this key, whose choice may be made by logits, is captured by need."""
-        return self._state.compiles.ready(key) and not self._state.spares_captures(_APART)
+        """Whether a step of this key, whose choice may be made by logits, is captured by need.
+
+        Without kernels PyTorch chooses by logits. For many rows that takes longer in a few steps
+        than a capture, and a seed draws other tokens.
+        """
+        state = self._state
+        if not state.compiles.ready(key):
+            return False
+        spared = state.spares_captures(_APART) and not state.deterministic
+        return not (spared and state.compiles.ready(self._others))
 
     def _offer_adjusted(self, keys: Sequence[GraphKey]) -> Choice | None:
         """As :meth:`offer`; the keys are those of enough rows."""
