@@ -34,6 +34,7 @@ from engine_core.runtime.compiles import NOBODY, PATIENCE, QUICK, Compiles
 from engine_core.runtime.platform import to_device
 from engine_core.runtime.sampler.sampler import apply_bitmask
 from engine_core.runtime.step_batch import (
+    QUICK_GRAIN,
     ROWS_BESIDE,
     Choice,
     GraphKey,
@@ -63,9 +64,6 @@ _APART, _PROMPTS_APART = 32, 1000
 # A step with prompts takes a graph that is at most so many times as large, rather than launch its
 # own kernels, however long that takes the device.
 _LITTLE_LARGER = 1.25
-# Tokens of a quick step are a multiple of this: fewer would be smaller tiles of attention, which
-# are other kernels.
-_QUICK_GRAIN = 128
 # Tokens and rows of quick steps that launch what those of all shapes do.
 _QUICK_STEPS = ((1, 1), (500, 2), (1000, 20), (8000, 200))
 
@@ -831,7 +829,7 @@ class GraphSteps(_Graphs):
         """The shape of a quick step for one of this shape: rows that decode are like others."""
         most = self._steps.max_rows
         rows = next((size for size in _PREFILL_ROWS if size >= key.rows), most)
-        tokens = -(-key.tokens // _QUICK_GRAIN) * _QUICK_GRAIN
+        tokens = -(-key.tokens // QUICK_GRAIN) * QUICK_GRAIN
         return GraphKey(tokens, 0, min(rows, most), quick=quick)
 
     def run_quick(self) -> None:

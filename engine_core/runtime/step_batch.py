@@ -19,6 +19,9 @@ from engine_core.steps import PlanRow
 # In 64-bit numbers: on a GPU each part of a batch begins at a multiple of 128 bytes, since Triton
 # compiles another kernel for other alignments.
 _ALIGNMENT = 16
+# Tokens of a quick step, and of its longest prompt, are a multiple of this: fewer would be smaller
+# tiles of attention, which are other kernels.
+QUICK_GRAIN = 128
 
 
 def chunk_size(tokens: int) -> int:
@@ -332,6 +335,12 @@ class StepState:
             for name, values in sequence.token_state.items():
                 piece = values[:, row.start : stop]
                 state[name][:, begin : begin + piece.shape[1]] = piece
+        max_query_len = key.tokens - key.decode_rows if padded else int(lengths.max())
+        if padded and key.quick and rows:
+            # It is launched for these rows alone. Each of its many rows has programs for so many
+            # tokens, and there would be millions.
+            longest = -(-int(lengths.max()) // QUICK_GRAIN) * QUICK_GRAIN
+            max_query_len = min(max_query_len, longest)
         return StepBatch(
             key=key,
             numbers=numbers,
@@ -339,7 +348,7 @@ class StepState:
             padded=padded,
             # A captured step serves those with and those without.
             embeds=self.media is not None and (padded or len(media) > 0),
-            max_query_len=key.tokens - key.decode_rows if padded else int(lengths.max()),
+            max_query_len=max_query_len,
             max_kv_len=self.max_model_len if padded else int(part["kv_lens"].max()),
             places=places.tolist(),
             sampled=np.flatnonzero(samples_of).tolist(),

@@ -1037,6 +1037,31 @@ def test_steps_of_any_shape_are_quick_until_their_kernels_are_compiled(
     }
 
 
+def test_quick_steps_of_many_rows_are_bounded_by_their_longest_prompt(
+    device: Device, state: GraphState
+) -> None:
+    """Attention has programs for each row and all tokens that it may have."""
+    state.compiles = UnderWay()
+    graphs = GraphSteps(state, 2048, 2048)
+    list(graphs.starts())
+    known = {row: Known(np.ones(300, np.int64), {}) for row in range(ROWS)}
+
+    def bound(*lengths: int) -> tuple[int, int, int]:
+        plan = [
+            PlanRow(str(row), row, 0, length, ((),), sample=True)
+            for row, length in enumerate(lengths)
+        ]
+        batch = state.steps.batch(plan, known, Choice.GREEDY, graphs.fit)
+        assert batch.key.quick
+        return batch.max_query_len, batch.key.tokens, batch.key.rows
+
+    assert bound(*[1] * 5, 300, *[100] * 14) == (384, 1792, 20)
+    assert bound(*[100] * 20) == (128, 2048, 20)
+    assert bound(250) == (256, 256, 1)
+    assert bound(20) == (128, 128, 1)
+    assert device.take() == [(128, 0)]
+
+
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_without_quick_steps_long_prompts_wait_for_their_kernels(
     device: Device, state: GraphState, deterministic: bool
