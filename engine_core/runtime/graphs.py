@@ -114,6 +114,8 @@ class GraphState:
         deterministic: whether a step's kernels must not depend on when it runs.
         capturer: makes what captures on a device.
         compiles: the kernels that are compiled beside; of one rank alone.
+        coded: whether the cache keeps codes, of which attention that is not quick has kernels by
+            the number of prompts and of their tokens.
         uncaptured: keys of the steps that could not be captured; they are not tried again.
         ahead: whether steps are captured before they are needed: until one could not be.
         since_capture: steps since the last capture; None before anybody captures ahead, as a server
@@ -128,6 +130,7 @@ class GraphState:
     deterministic: bool = False
     capturer: Callable[[torch.device], Capturer] = CudaCapturer
     compiles: Compiles = NOBODY
+    coded: bool = False
     uncaptured: set[GraphKey] = field(default_factory=set)
     ahead: bool = True
     since_capture: int | None = None
@@ -822,7 +825,9 @@ class GraphSteps(_Graphs):
         compiles.wait(QUICK)  # they are among the first
         if not self._state.runs_quickly:
             return None
-        fast = self._longest is not None and compiles.ready(self._longest)
+        # Those of the longest prompt are those of all, but of codes.
+        known = self._longest is not None and not self._state.coded
+        fast = known and compiles.ready(self._longest)
         return self._quick_shape(key, Quick.PRODUCTS if fast else Quick.ATTENTION)
 
     def _quick_shape(self, key: GraphKey, quick: Quick) -> GraphKey:

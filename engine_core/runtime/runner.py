@@ -245,6 +245,7 @@ class ModelRunner:
                 deterministic,
                 capturer,
                 compiles,
+                coded=any(getattr(group.spec, "quantized", False) for group in groups),
             )
             self._decode_graphs = DecodeGraphs(state)
             self._graph_steps = GraphSteps(state, launch_bound, most)

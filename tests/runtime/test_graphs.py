@@ -1037,6 +1037,20 @@ def test_steps_of_any_shape_are_quick_until_their_kernels_are_compiled(
     }
 
 
+def test_of_codes_attention_is_quick_until_all_is_compiled(
+    device: Device, state: GraphState
+) -> None:
+    """They are turned into numbers by kernels for so many prompts and tokens."""
+    state.compiles, state.coded = UnderWay(), True
+    state.compiles.compiled.add(GraphKey(2048, 0, 1))
+    graphs = GraphSteps(state, 2048, 2048)
+    list(graphs.starts())
+    for key in (GraphKey(200, 0, 2), GraphKey(3, 3, 0)):
+        quick = graphs.fit_decodes(key)[0].quick
+        assert quick is Quick.ATTENTION
+    assert device.take() == [(128, 0)]
+
+
 def test_quick_steps_of_many_rows_are_bounded_by_their_longest_prompt(
     device: Device, state: GraphState
 ) -> None:
