@@ -62,43 +62,62 @@ class Rehearsal:
     processes: int
 
 
-@contextmanager
-def begun_early(config: EngineConfig) -> Iterator[CompileProcess | None]:
-    """A process for :func:`compile_beside`, where no kernels are kept; None if it is not known.
+@dataclass(slots=True)
+class Begun:
+    """The process that compiles for a start, kept here as soon as there is one.
 
-    It imports what it needs while this one asks the GPU, for some tenths of a second. It is ended
-    if the ``with`` block, in which the model is opened and loaded, fails or is interrupted.
+    Attributes:
+        process: None if there is none, or none yet.
+    """
+
+    process: CompileProcess | None = None
+
+    def close(self) -> None:
+        """End it if there is one."""
+        if self.process is not None:
+            self.process.close()
+            self.process = None
+
+
+@contextmanager
+def begun_early(config: EngineConfig) -> Iterator[Begun]:
+    """A process for :func:`compile_beside`, where no kernels are kept; none if it is not known.
+
+    It imports what it needs while this one asks the GPU, for some tenths of a second. What compiles
+    is ended, also if it was begun later, if the ``with`` block, in which the model is opened and
+    loaded, fails or is interrupted.
     """
     from engine_core.engine import kept_kernels
 
-    process = None
+    begun = Begun()
     try:
         try:
             # Ranks are forked after it, which they are not from a process that has a thread.
             if config.num_ranks == 1 and _may_compile(config) and has_gpu():
                 with held_interrupt():
-                    process = None if kept_kernels.has_notes() else _fork_if_alone()
+                    begun.process = None if kept_kernels.has_notes() else _fork_if_alone()
         except Exception as error:
             logger.warning("kernels are not compiled ahead so soon: %s", described(error))
-        yield process
+        yield begun
     except BaseException:
-        if process is not None:
-            process.close()
+        begun.close()
         raise
 
 
-def compile_beside(opened: Opened, begun: CompileProcess | None = None) -> Compiles:
+def compile_beside(opened: Opened, begun: Begun) -> Compiles:
     """Have other processes compile what a start on a GPU will launch, unless it was before.
 
     Nobody does where that is off, where nothing is captured, and for ranks of other machines. No
-    start fails by this: whatever goes wrong is a line of the log. ``begun`` is a process that was
-    begun for it.
+    start fails by this: whatever goes wrong is a line of the log. ``begun`` has the process that
+    was begun for it, if one was, and afterwards the one that compiles.
     """
     try:
-        return _begin(opened, begun)
+        if _begin(opened, begun) and begun.process is not None:
+            return begun.process
     except Exception as error:
         logger.warning("kernels are not compiled ahead: %s", described(error))
-        return NOBODY
+    begun.close()
+    return NOBODY
 
 
 def _may_compile(config: EngineConfig) -> bool:
@@ -113,38 +132,33 @@ def _may_compile(config: EngineConfig) -> bool:
     )
 
 
-def _begin(opened: Opened, forked: CompileProcess | None) -> Compiles:
+def _begin(opened: Opened, begun: Begun) -> bool:
+    """Whether a process was told to compile; False if there is nothing to do for it."""
     from engine_core.engine import kept_kernels
 
     source, config = opened.source, opened.config
-    compiles = forked
-    try:
-        if (
-            source.device.type == "cuda"
-            and _may_compile(config)
-            and not (config.num_ranks > 1 and takes_ray(config, source.device))
-            and source.model_config.pooling is None
-            and source.state_known
-        ):
-            # To ask for the kind of the GPU takes no memory of it yet.
-            gpu = gpu_of(source.device)
-            if compiles is None and not kept_kernels.may_be_kept(source, config, gpu):
-                ranks = [] if opened.ranks is None else opened.ranks.connections
-                with held_interrupt():
-                    compiles = _fork_if_alone(ranks)
-            task = _task(opened, gpu)
-            if task is not None:
-                with held_interrupt():
-                    compiles = compiles or _spawn()
-                compiles.send(pickle.dumps(task))
-                return compiles
-    except BaseException:
-        if compiles is not None:
-            compiles.close()
-        raise
-    if compiles is not None:
-        compiles.close()
-    return NOBODY
+    if not (
+        source.device.type == "cuda"
+        and _may_compile(config)
+        and not (config.num_ranks > 1 and takes_ray(config, source.device))
+        and source.model_config.pooling is None
+        and source.state_known
+    ):
+        return False
+    # To ask for the kind of the GPU takes no memory of it yet.
+    gpu = gpu_of(source.device)
+    if begun.process is None and not kept_kernels.may_be_kept(source, config, gpu):
+        ranks = [] if opened.ranks is None else opened.ranks.connections
+        with held_interrupt():
+            begun.process = _fork_if_alone(ranks)
+    task = _task(opened, gpu)
+    if task is None:
+        return False
+    if begun.process is None:
+        with held_interrupt():
+            begun.process = _spawn()
+    begun.process.send(pickle.dumps(task))
+    return True
 
 
 def _fork_if_alone(connections: Iterable[Connection] = ()) -> CompileProcess | None:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 from engine_core.configs import EngineConfig, ModelConfig, PoolingParams, SamplingParams
 from engine_core.engine.arguments import check_model_and_config
-from engine_core.engine.beside import begun_early, compile_beside
+from engine_core.engine.beside import Begun, begun_early, compile_beside
 from engine_core.engine.core import EngineCore
 from engine_core.engine.frontend import (
     Frontend,
@@ -22,7 +22,6 @@ from engine_core.engine.interrupts import held_interrupt
 from engine_core.engine.startup import Loaded, Opened, load, open_engine
 from engine_core.engine.step_stats import StepStats
 from engine_core.errors import RequestError
-from engine_core.runtime.compiles import CompileProcess
 from engine_core.runtime.layer_trace import LayerTrace
 from engine_core.scheduler import Scheduler
 from engine_core.steps import NewSequence, RequestOutput
@@ -55,33 +54,29 @@ class Engine(HasFrontend):
             self.model_config: ModelConfig = opened.source.model_config
             with opened.on_failure_ended():
                 loaded = self._load(opened, begun)
-        self.startup: Mapping[str, float] = opened.phases
-        self.max_model_len = loaded.cache_plan.max_model_len
-        self.cache_plan = loaded.cache_plan
-        self.eos_token_ids: tuple[int, ...] = loaded.eos_token_ids
-        self.core = EngineCore(loaded)
-        self.frontend = Frontend(
-            self.config,
-            self.model_config,
-            self.tokenizer,
-            opened.registry.input_processor(self.model_config),
-            opened.generation_config,
-            self.core.finish,
-        )
+            self.startup: Mapping[str, float] = opened.phases
+            self.max_model_len = loaded.cache_plan.max_model_len
+            self.cache_plan = loaded.cache_plan
+            self.eos_token_ids: tuple[int, ...] = loaded.eos_token_ids
+            self.core = EngineCore(loaded)
+            self.frontend = Frontend(
+                self.config,
+                self.model_config,
+                self.tokenizer,
+                opened.registry.input_processor(self.model_config),
+                opened.generation_config,
+                self.core.finish,
+            )
 
-    def _load(self, opened: Opened, begun: CompileProcess | None) -> Loaded:
+    def _load(self, opened: Opened, begun: Begun) -> Loaded:
         compiles = compile_beside(opened, begun)
-        try:
-            with opened.phases.timed("tokenizer"):
-                checkpoint = opened.source.checkpoint
-                self.tokenizer: Tokenizer | None = choose_tokenizer(
-                    self.config, lambda: checkpoint.tokenizer_folder, self.model_config
-                )
-            self.model_config = with_texts(self.model_config, self.tokenizer)
-            return load(opened, self.tokenizer, compiles=compiles)
-        except BaseException:
-            compiles.close()
-            raise
+        with opened.phases.timed("tokenizer"):
+            checkpoint = opened.source.checkpoint
+            self.tokenizer: Tokenizer | None = choose_tokenizer(
+                self.config, lambda: checkpoint.tokenizer_folder, self.model_config
+            )
+        self.model_config = with_texts(self.model_config, self.tokenizer)
+        return load(opened, self.tokenizer, compiles=compiles)
 
     @property
     def scheduler(self) -> Scheduler:

@@ -28,7 +28,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from engine_core import Engine, EngineConfig
 from engine_core.engine import beside, engine, kept_kernels
-from engine_core.engine.beside import begun_early, compile_beside, usable_cores
+from engine_core.engine.beside import Begun, begun_early, compile_beside, usable_cores
 from engine_core.engine.rehearsal import live
 from engine_core.kernels import GPU
 from engine_core.runtime.absent import absent_gpu
@@ -173,7 +173,7 @@ def test_no_start_fails_by_what_compiles_ahead(
     monkeypatch.setattr(kept_kernels, "may_be_kept", lambda *_: kept)
     monkeypatch.setattr(threading, "active_count", lambda: 1)
     monkeypatch.setattr(beside, "gpu_of", lambda _: GPU.of_capability((9, 0)))
-    assert compile_beside(opened) is NOBODY  # this is no model
+    assert compile_beside(opened, Begun()) is NOBODY  # this is no model
     (record,) = caplog.records
     assert record.message.startswith("kernels are not compiled ahead: ")
     # What was forked meanwhile is gone.
@@ -212,7 +212,8 @@ def test_a_process_is_begun_before_the_gpu_is_asked(
     monkeypatch.setattr(threading, "active_count", lambda: here.get("threads", 1))
     if here.get("kept"):
         (tmp_path / "engine-core-0.json").write_text("")
-    with contextlib.suppress(KeyError), begun_early(EngineConfig(**settings)) as process:
+    with contextlib.suppress(KeyError), begun_early(EngineConfig(**settings)) as begun:
+        process = begun.process
         assert (process is not None) == begins
         if fails:
             raise KeyError
@@ -225,7 +226,7 @@ def test_a_process_is_begun_before_the_gpu_is_asked(
 def test_an_interrupt_of_a_start_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it is forked, and before it is told what to do."""
+    """While it is forked, before it is told what to do, and once the model is loaded."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(beside, "has_gpu", lambda: True)
@@ -253,10 +254,14 @@ def test_an_interrupt_of_a_start_leaves_no_process(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "fork", noted)
-    monkeypatch.setattr(engine, "compile_beside", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        Engine(str(GOLDEN / "llama-gqa"), EngineConfig(skip_tokenizer_init=True))
-    assert len(forked) == 2
+    for step in ("compile_beside", "choose_tokenizer", "Frontend"):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, step, interrupt)
+            if step != "compile_beside":
+                patch.setattr(engine, "compile_beside", lambda _, begun: begun.process)
+            with pytest.raises(KeyboardInterrupt):
+                Engine(str(GOLDEN / "llama-gqa"), EngineConfig(skip_tokenizer_init=True))
+    assert len(forked) == 4
     for pid in forked:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
