@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from engine_core.inputs import MediaLimit
 
 # What a row of the persistent batch takes besides its block tables. For each token of the
-# vocabulary: whether it is in the prompt, its count in the output and its bias, once a request asks
-# for them. And the sampler's numbers, the last token, the lengths and what the scheduler keeps.
-_ROW_BYTES_PER_TOKEN = 1 + 4 + 4
+# vocabulary: whether it was seen, its count in the output, its bias, and a place in the list of
+# those that were seen, once a request asks for them. And the sampler's numbers, the last token, the
+# lengths and what the scheduler keeps.
+_ROW_BYTES_PER_TOKEN = 1 + 4 + 4 + 4
 _ROW_BYTES = 256
 _TABLE_ITEMSIZE = 4
 # What a token of a step takes at least: its id, position and row, and its slot in each group; and

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from transformers import (
 
 from engine_core.configs import SamplingParams
 from engine_core.kernels.sampling.philox import philox4x32, uniform
+from engine_core.runtime import memory
 from engine_core.runtime.sampler import Sampler, token_logprobs
 
 CPU = torch.device("cpu")
@@ -237,3 +238,16 @@ def test_the_tokens_of_a_penalised_row_are_listed_once_each_as_they_come() -> No
     sampler.admit(1, [4, 4], 2, params, ())
     sampler.sample(torch.arange(12.0)[None], [1], [2])
     assert listed(1) == [4, 11]
+
+
+def test_tensors_over_the_vocabulary_are_those_that_the_memory_was_planned_for() -> None:
+    rows, vocab = 4, 1000
+    sampler = Sampler(rows, CPU)
+    params = SamplingParams(repetition_penalty=1.2, logit_bias={3: 1.0}, seed=0)
+    sampler.admit(0, [1, 2], 1, params, ())
+    sampler.sample(torch.zeros(1, vocab), [0], [2])
+    adjustments = sampler.state.adjustments
+    assert adjustments is not None
+    kept = [getattr(adjustments, field.name) for field in fields(adjustments)]
+    wide = [each for each in kept if isinstance(each, Tensor) and each.shape == (rows, vocab)]
+    assert sum(each.nbytes for each in wide) == rows * vocab * memory._ROW_BYTES_PER_TOKEN
