@@ -598,7 +598,8 @@ def test_the_gated_linear_on_hopper_is_used_where_it_was_seen_to_be_faster(
 def test_the_gated_linear_on_hopper_has_narrower_tiles_where_they_are_one_turn(
     rows: int, n: int, width: int
 ) -> None:
-    assert tiles.gated_width(rows, n, 132) == width
+    assert tiles.gated_width(rows, n, 2048, 132) == width
+    assert tiles.gated_width(rows, n, 8192, 132) == 128
 
 
 def test_most_multiprocessors_have_a_program_of_the_tile_of_gate_and_up() -> None:

@@ -562,7 +562,7 @@ def _gated_width(x: Tensor, weight: Tensor) -> int:
     """Columns of a tile of the kernel for Hopper."""
     gpu = gpu_of(x.device)
     assert gpu is not None, "it is for a kind of GPU"
-    return tiles.gated_width(len(x), len(weight), gpu.num_multiprocessors)
+    return tiles.gated_width(len(x), weight.shape[0], weight.shape[1], gpu.num_multiprocessors)
 
 
 def _cublas_activates(x: Tensor, weight: Tensor) -> bool:

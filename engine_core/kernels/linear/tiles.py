@@ -636,10 +636,12 @@ def choose_invariant_tile(
 # values at 4 TB/s where cuBLAS multiplies and adds 2 K at 700 TFLOP/s. One of a result: 2 values,
 # where cuBLAS multiplies and adds K.
 _ACTIVATION = {True: 262, False: 350}
+# Columns of a weight that narrow tiles were measured with, a third more.
+_MOST_NARROW_K = 4096
 
 
-def gated_width(rows: int, n: int, programs: int) -> int:
-    """Columns of a tile of Hopper's gate and up, of ``n`` rows of the weight: 64 or 128.
+def gated_width(rows: int, n: int, k: int, programs: int) -> int:
+    """Columns of a tile of Hopper's gate and up, of a weight ``[n, k]``: 64 or 128.
 
     Half as many where wider tiles leave half of the programs without one, and these few. us on an
     H200 of cuBLAS and an activation and of tiles of 128 and 64. 16384x2048: 65 rows 21.5, 23.7,
@@ -649,7 +651,7 @@ def gated_width(rows: int, n: int, programs: int) -> int:
     9728x2560 18.8, 26.8, 19.9; by 37888x3584 79.3, 95.6, 81.5.
     """
     one_turn = 0.65 * programs <= -(-n // 128) <= programs
-    return 64 if 96 <= rows <= 128 and one_turn else 128
+    return 64 if 96 <= rows <= 128 and k <= _MOST_NARROW_K and one_turn else 128
 
 
 def hopper_wins(rows: int, n: int, k: int, programs: int, *, gated: bool = True) -> bool:
@@ -670,7 +672,7 @@ def hopper_wins(rows: int, n: int, k: int, programs: int, *, gated: bool = True)
     """
     if rows <= 64:
         return False
-    if gated and gated_width(rows, n, programs) == 64:
+    if gated and gated_width(rows, n, k, programs) == 64:
         return True
     row_tiles = -(-rows // 128)
     tiles = row_tiles * -(-n // 256)
