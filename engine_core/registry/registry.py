@@ -929,8 +929,10 @@ class _Installed:
             return cls(point, None, None)
         # To have all fields parsed, with an import of Python's email, takes 20 ms for ten families.
         head = (dist.read_text("METADATA") or "").partition("\n\n")[0]
-        fields = dict(_NAME_AND_VERSION.findall(head))
-        return cls(point, fields.get("Name") or dist.name, fields.get("Version") or dist.version)
+        # The first of a name counts, as where all are parsed.
+        fields = dict(reversed(_NAME_AND_VERSION.findall(head)))
+        name, version = (fields.get(field, "").strip() for field in ("Name", "Version"))
+        return cls(point, name or dist.name, version or dist.version)
 
 
 _seen: tuple[object, list[_Installed]] | None = None

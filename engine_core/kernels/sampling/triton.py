@@ -264,7 +264,7 @@ def _limit(u, total):
 
 @triton.jit
 def _load_seen(rows, row, mode, cols, end):
-    """What was seen of a penalised row's tokens, 0 for those of others and from ``end`` on."""
+    """Marks of the seen tokens of a penalised row; 0 for other rows and from ``end`` on."""
     end = tl.where(((mode // _KINDS) & 2) != 0, end, 0)
     return tl.load(rows.seen + row * rows.vocab + cols, mask=cols < end, other=0)
 

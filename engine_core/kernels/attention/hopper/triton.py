@@ -955,7 +955,7 @@ def prefill(call: Call, scale: float, num_programs: int, pdl: bool, groups: int 
     kind = (q.device, q.dtype, num_heads, num_kv_heads, head_dim, block_size, pdl)
     if _may_be_three(num_heads, num_kv_heads, head_dim) and kind not in _launched:
         # The other one too, of no rows: a start has both compiled, and no prompt waits for that.
-        _launched.add(kind)
         launch(2 if groups == 3 else 3, 0, 1)
+        _launched.add(kind)
     items = triton.cdiv(call.max_query_len, groups * tokens) * num_rows * head_tiles
     launch(groups, num_rows, min(num_programs, items))
