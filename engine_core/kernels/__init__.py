@@ -45,7 +45,13 @@ from engine_core.kernels.linear import (
     linear_add_norm,
     linear_rotary_store,
 )
-from engine_core.kernels.linear.chain import Chain, ChainNorm, chain_declined, linear_chain
+from engine_core.kernels.linear.chain import (
+    Chain,
+    ChainNorm,
+    chain_declined,
+    chains_run_on,
+    linear_chain,
+)
 from engine_core.kernels.norm import layer_norm, layer_norm_codes, rms_norm, rms_norm_codes
 from engine_core.kernels.rank_sum import (
     RankMemory,
@@ -91,6 +97,7 @@ __all__ = [
     "are_few_tokens",
     "attend_segments",
     "chain_declined",
+    "chains_run_on",
     "choose_experts",
     "choose_greedy",
     "decode_inputs",

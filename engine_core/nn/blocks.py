@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeGuard
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from engine_core.kernels import GPU, CodedRows, DeferredRMSNorm, gpu_of
+from engine_core.kernels import GPU, CodedRows, DeferredRMSNorm, chains_run_on, gpu_of
 from engine_core.nn.activation import build_activation, build_gated_activation
 from engine_core.nn.attention import Attention, KVCacheLayer
 from engine_core.nn.epilogue import (
@@ -637,13 +638,13 @@ def link_layers(layers: Iterable[nn.Module]) -> None:
     for layer, following in pairwise(layers):
         if _runs_as_decoder_layer(layer) and _runs_as_decoder_layer(following):
             layer._next = (following,)
-            layer._joints = None
+            layer._joints = layer.chained = None
 
 
 def unlink_layer(layer: nn.Module) -> None:
     """Let a layer end with its own feed-forward: the next one is in another process."""
     if isinstance(layer, DecoderLayer):
-        layer._next, layer._joints = (), None
+        layer._next, layer._joints, layer.chained = (), None, None
 
 
 def may_end(layer: nn.Module) -> TypeGuard[DecoderLayer]:
@@ -676,7 +677,7 @@ def agree(model: nn.Module, device: torch.device) -> None:
 
     A norm's division by the root mean square commutes with the linear after it. Where a linear can
     leave sums of squares beside its result, and the next one can make up for the division, the norm
-    needs no launch of its own.
+    needs no launch of its own. Of the models of a process one at a time has chains on a device.
     """
     gpu = gpu_of(device)
     for module in model.modules():
@@ -684,3 +685,14 @@ def agree(model: nn.Module, device: torch.device) -> None:
             module.join(gpu, settled=True)
         elif isinstance(module, Branch):
             module.settle(gpu)
+    layers = [layer for layer in model.modules() if isinstance(layer, DecoderLayer)]
+    if not any(layer.chained is not None for layer in layers):
+        return
+    if not chains_run_on(device) or _CHAINING.setdefault(str(device), model) is not model:
+        for layer in layers:
+            layer.chained = None
+
+
+# The model of this process whose steps may have chains, of each device. Programs of a chain wait
+# for one another: those of two, on streams of their own, could each have half of a device's room.
+_CHAINING: WeakValueDictionary[str, nn.Module] = WeakValueDictionary()

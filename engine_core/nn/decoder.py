@@ -82,13 +82,12 @@ class Decoder(nn.Module):
         self._span, self._link = span, link
         layers = [layer if i in span else nn.Identity() for i, layer in enumerate(self.layers)]
         self.layers = nn.ModuleList(layers)
-        if link is not None:
-            for layer in layers:
-                if isinstance(layer, DecoderLayer):
-                    # What is sent and received beside it may take a multiprocessor.
-                    layer.may_chain = False
-            if not link.last:
-                unlink_layer(layers[span.stop - 1])
+        for layer in layers:
+            if isinstance(layer, DecoderLayer):
+                # What is sent and received beside it may take a multiprocessor.
+                layer.may_chain = link is None
+        if link is not None and not link.last:
+            unlink_layer(layers[span.stop - 1])
 
     def keep(self, kept: Sequence[int]) -> None:
         """Run these layers alone: for a pass of which only the launches matter."""

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from kernel_cases import TOLERANCE
 from torch import Tensor
 
-from engine_core.kernels import GroupWeight, gpu
+from engine_core.kernels import Chain, ChainNorm, Fp8Weight, GroupWeight, gpu
 from engine_core.kernels.activation import silu_and_mul
 from engine_core.kernels.block_linear import FORMS, group_weight
 from engine_core.kernels.launch import gluon
@@ -490,6 +490,18 @@ def test_a_weight_that_waits_is_tried_with_as_many_columns_as_it_has(
     assert seen == [k]
 
 
+def a_chain(has_bias: bool) -> Chain:
+    """Linears from an attention to the next one, of which a trial asks the sizes."""
+    shapes = ((1024, 1024), (3072, 1024), (1024, 1536), (2048, 1024))
+    weights: Any = tuple(
+        Fp8Weight.quantized(torch.zeros(shape, dtype=torch.bfloat16, device="cuda"))
+        for shape in shapes
+    )
+    biases: Any = tuple(weight.scales.bfloat16() if has_bias else None for weight in weights)
+    norm = ChainNorm(torch.ones(1024, dtype=torch.bfloat16, device="cuda"), 1e-5, float(has_bias))
+    return Chain(weights, norm, norm, biases)
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -541,6 +553,9 @@ def test_hoppers_own_kernels_pass_their_trials(
         *((segments, (like(16, width), 640)) for width in (64, 72, 80, 128)),
         (segments, (like(16, 64), 5000)),
     ]
+    if dtype == torch.bfloat16:
+        chain = hopper("linear.chain")
+        cases += [(chain, (like(1, 1024)[0], a_chain(has_bias))) for has_bias in (False, True)]
     for module, arguments in cases:
         family = Family(module.__name__, "", release=UNTRIED, notes=tmp_path)
         monkeypatch.setattr(module, "_FAMILY", family)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine_core.kernels import GPU, Chain, ChainNorm, Fp8Weight, chain_declined, linear_chain
+from engine_core.kernels import (
+    GPU,
+    Chain,
+    ChainNorm,
+    Fp8Weight,
+    chain_declined,
+    chains_run_on,
+    linear_chain,
+)
+from engine_core.kernels.linear import chain as chains
+from engine_core.kernels.linear.chain import barrier_count
 
 HOPPER = GPU.of_capability((9, 0))
 
@@ -61,10 +73,11 @@ def expected(x: Tensor, residual: Tensor, made: Chain) -> tuple[Tensor, Tensor]:
 
 
 def rows(count: int, made: Chain, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """Heads ``[1, count, heads]``, of which one number is a hundred times as large; a residual."""
+    """Heads ``[1, count, heads]``, two numbers far larger than the others; a residual."""
     draw = torch.Generator().manual_seed(count)
     x = torch.randn(1, count, made.weights[0].shape[1], generator=draw)
     x[..., 5] *= 100
+    x[..., 6] *= 10_000
     residual = torch.randn(1, count, made.weights[0].shape[0], generator=draw)
     return x.to(device, torch.bfloat16), residual.to(device, torch.bfloat16)
 
@@ -95,24 +108,58 @@ def test_it_is_what_the_linears_are(count: int, has_bias: bool) -> None:
         (1, [(4096, 4096)] * 4, torch.float16, HOPPER, "float16"),
         (1, [(4096, 4096)] * 3 + [(4096, 896)], torch.bfloat16, HOPPER, "multiple of 512"),
         (1, [(4096, 4096)] * 3 + [(4104, 4096)], torch.bfloat16, HOPPER, "of 16"),
+        (1, [(4096, 4096)] * 3 + [(16, 131072)], torch.bfloat16, HOPPER, "65536 at most"),
+        (1, [(1024, 1024)] * 4, torch.bfloat16, HOPPER, "such small weights"),
     ],
 )
 def test_what_has_no_kernel_is_declined_with_the_reason(
     count: int, shapes: list[tuple[int, int]], dtype: torch.dtype, gpu: GPU | None, why: str
 ) -> None:
     assert why in (chain_declined(count, shapes, dtype, gpu) or "")
-    assert chain_declined(1, [(4096, 512)] * 4, torch.bfloat16, HOPPER) is None
+    assert chain_declined(1, [(4096, 4096)] * 4, torch.bfloat16, HOPPER) is None
+
+
+def test_processes_that_share_a_gpu_by_mps_have_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    chains._shares_multiprocessors.cache_clear()
+    try:
+        assert not chains_run_on(torch.device("cuda", 0))
+    finally:
+        chains._shares_multiprocessors.cache_clear()
+
+
+def launched(x: Tensor, residual: Tensor, made: Chain) -> tuple[Tensor, Tensor]:
+    """Results of the kernel for ``[1, 1, heads]``, whatever the rule says of so small a chain."""
+    kernel = importlib.import_module("engine_core.kernels.linear.chain.hopper.triton")
+    product, total = kernel.chain(x[0], residual[0], made)
+    return product[None], total[None]
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.usefixtures("on_hopper")
+def test_the_kernel_runs_where_it_is_not_declined() -> None:
+    made = chain((4096, 4096, 14336, 6144), "cuda")
+    x, residual = rows(1, made, "cuda")
+    count = barrier_count(x.device)
+    assert count is not None
+    before = int(count)
+    found = linear_chain(x, residual, made)
+    assert int(count) > before
+    for got, wanted in zip(found, launched(x, residual, made), strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
     "sizes",
     [
         # Less than one step of K, and fewer tiles than multiprocessors.
         (512, 512, 512, 512),
-        # Steps that are not whole, more heads than hidden, and a tile that is not whole.
+        # Steps that are not whole, and more heads than hidden.
         (2048, 1024, 3072, 4096),
         (3584, 3584, 18944, 4608),
         (4096, 4096, 14336, 6144),
@@ -123,41 +170,41 @@ def test_one_launch_is_what_the_linears_are(
 ) -> None:
     made = chain(sizes, "cuda", has_bias=has_bias, offset=1.0 if has_bias else 0.0)
     x, residual = rows(1, made, "cuda")
-    first = linear_chain(x, residual, made)
+    first = launched(x, residual, made)
     assert_near(first, expected(x, residual, made))
     for _ in range(20):
-        again = linear_chain(x, residual, made)
+        again = launched(x, residual, made)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     small = x * 2.0**-60
-    assert_near(linear_chain(small, residual, made), expected(small, residual, made))
+    assert_near(launched(small, residual, made), expected(small, residual, made))
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_what_is_no_number_stays_none(number: float) -> None:
     made = chain((512, 512, 1024, 1024), "cuda")
     x, residual = rows(1, made, "cuda")
     x[..., 7] = number
-    assert not any(found.isfinite().any() for found in linear_chain(x, residual, made))
+    assert not any(found.isfinite().any() for found in launched(x, residual, made))
     x[..., 7] = 0.0
-    assert_near(linear_chain(x, residual, made), expected(x, residual, made))
+    assert_near(launched(x, residual, made), expected(x, residual, made))
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.usefixtures("on_hopper")
 def test_it_is_captured_and_replayed_between_other_kernels() -> None:
     made = chain((1024, 1024, 3072, 2048), "cuda")
     x, residual = rows(1, made, "cuda")
-    wanted = linear_chain(x, residual, made)
+    wanted = launched(x, residual, made)
     given = torch.zeros_like(x)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        linear_chain(given, residual, made)
+        launched(given, residual, made)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
-        first = linear_chain(given + 0.0, residual, made)
-        second = linear_chain(given + 0.0, first[1] * 0 + residual, made)
+        first = launched(given + 0.0, residual, made)
+        second = launched(given + 0.0, first[1] * 0 + residual, made)
     for _ in range(3):
         given.copy_(x)
         graph.replay()

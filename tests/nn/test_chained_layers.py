@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from engine_core.kernels import GPU, Fp8Weight
 from engine_core.nn import DecoderLayer, GatedMLP, PreNormed, RMSNorm, SelfAttention
 from engine_core.nn.blocks import Attended, agree, link_layers
+from engine_core.nn.epilogue import Call
 from engine_core.nn.fusions import fusions
 from engine_core.nn.linear import Linear
 from engine_core.nn.quantization import fp8_checkpoint
@@ -132,6 +135,31 @@ def test_layers_of_another_form_have_none(option: str) -> None:
     assert not any(isinstance(each, Attended) for each in given)
 
 
+@pytest.mark.usefixtures("_chains_on_cpu")
+def test_layers_that_may_not_wait_for_one_another_have_none() -> None:
+    made = layers()
+    for layer in made:
+        layer.may_chain = False
+    given, _, _ = steps(made)
+    assert not any(isinstance(each, Attended) for each in given)
+
+
+def test_ranks_and_deterministic_mode_decline() -> None:
+    (layer, _) = wide_layers()
+    agree(nn.ModuleList([layer]), torch.device("meta"))
+    project = layer.self_attn.o_proj
+    chain = layer._chain()
+    call = Call(1, torch.bfloat16, GPU.of_capability((9, 0)))
+    assert chain is not None
+    assert project.declined(chain, call) is None
+    for context in (
+        replace(project.context, tp_size=2),
+        replace(project.context, deterministic=True),
+    ):
+        project.context = context
+        assert project.method.declined(project, chain, call) is not None
+
+
 def test_a_gpu_that_has_the_kernel_chains_one_row_and_the_list_says_so() -> None:
     def chained(gpu: GPU | None) -> dict[str, tuple[str, str | None]]:
         return {
@@ -152,9 +180,9 @@ def wide_layers() -> list[DecoderLayer]:
     with building(BuildContext(dtype=torch.bfloat16, device=torch.device("meta"))):
         made = [
             DecoderLayer(
-                SelfAttention(1024, 8, 2, 128),
-                GatedMLP(1024, 3072),
-                lambda: RMSNorm(1024, 1e-5),
+                SelfAttention(2048, 16, 4, 128),
+                GatedMLP(2048, 8192),
+                lambda: RMSNorm(2048, 1e-5),
             )
             for _ in range(2)
         ]
@@ -170,3 +198,20 @@ def test_without_a_kernel_layers_are_as_before() -> None:
     given, _, _ = steps(layers())
     assert not any(isinstance(each, Attended) for each in given)
     assert isinstance(given[0], Tensor | PreNormed)
+
+
+@pytest.mark.usefixtures("_chains_on_cpu")
+def test_one_model_of_a_process_has_chains_at_a_time() -> None:
+    """Programs of two chains that run at once could wait for one another for ever."""
+
+    def chained(model: nn.ModuleList) -> list[bool]:
+        agree(model, torch.device("cpu"))
+        return [getattr(layer, "chained", None) is not None for layer in model]
+
+    first, second = nn.ModuleList(layers(2)), nn.ModuleList(layers(2))
+    assert chained(first) == [True, False]
+    assert chained(second) == [False, False]
+    assert chained(first) == [True, False]
+    del first
+    gc.collect()
+    assert chained(second) == [True, False]

@@ -27,6 +27,7 @@ from engine_core.kernels import (
     chain_declined,
     linear_chain,
 )
+from engine_core.kernels.linear import chain as chains
 from engine_core.kernels.linear import fp8
 from engine_core.nn.epilogue import Call, Chained, Epilogue
 from engine_core.nn.linear import Linear, LinearMethod, UnquantizedLinearMethod
@@ -119,6 +120,9 @@ class Fp8Method(UnquantizedLinearMethod):
         return super().declined(layer, epilogue, call)
 
     def _declined_chain(self, layer: Linear, chain: Chained, call: Call) -> str | None:
+        if call.rows > chains.MOST_ROWS:
+            # Prompts are asked too, layer by layer.
+            return chain_declined(call.rows, [], call.dtype, call.gpu)
         context, act = layer.context, chain.activated.module
         if context.tp_size > 1 or context.deterministic:
             return "ranks add up between its linears, or a product is batch-invariant"

@@ -18,8 +18,10 @@ from engine_core.kernels.linear.fp8 import Fp8Weight
 # Rows of a step that the matrix units' columns have room for beside the parts of x.
 MOST_ROWS = 1
 _HOPPER = (9, 0)
-# Columns of K that a step of the kernel takes four times.
-_QUARTER = 4 * 128
+# Columns that are a chunk of each quarter of K; more of K than that have no room in shared memory.
+_QUARTER, _MOST_COLUMNS = 4 * 128, 65536
+# Chains that were measured have more bytes; launches of small weights hide one another.
+_LEAST_BYTES = 32 << 20
 
 
 class ChainNorm(NamedTuple):
@@ -70,17 +72,32 @@ def chain_declined(
         dtype: of x.
         gpu: where it runs.
     """
+    if rows > MOST_ROWS:
+        return "for so many rows the linears are faster one by one"
     if gpu is None or gpu.capability != _HOPPER:
         return "only GPUs of compute capability 9.0 have a kernel for a chain of linears"
     if is_quick(Quick.PRODUCTS):
         return "its kernel takes seconds to compile"
-    if rows > MOST_ROWS:
-        return "for so many rows the linears are faster one by one"
     if dtype != torch.bfloat16:
         return "float16 has more bits than two of 8-bit floats"
-    if any(k % _QUARTER or n % 16 for n, k in shapes):
-        return "each K must be a multiple of 512 and each N of 16"
+    if any(k % _QUARTER or k > _MOST_COLUMNS or n % 16 for n, k in shapes):
+        return "each K must be a multiple of 512, 65536 at most, and each N one of 16"
+    if sum(n * k for n, k in shapes) < _LEAST_BYTES:
+        return "launches of such small weights hide one another"
     return None
+
+
+def chains_run_on(device: torch.device) -> bool:
+    """Whether a GPU that has the kernel can run it; True for devices that :func:`chain_declined`.
+
+    Its programs wait for one another, so that all of them must be there at once: not beside those
+    of another process, as NVIDIA's MPS has it. And Triton must be one that has the kernel's words.
+    """
+    if device.type != "cuda":
+        return True
+    from engine_core.kernels.launch.gluon import runs_gluon
+
+    return not _shares_multiprocessors() and runs_gluon(device)
 
 
 def _runs(x: Tensor, chain: Chain) -> bool:
@@ -88,9 +105,7 @@ def _runs(x: Tensor, chain: Chain) -> bool:
     shapes = [(weight.shape[0], weight.shape[1]) for weight in chain.weights]
     if chain_declined(len(x), shapes, x.dtype, gpu_of(x.device)) is not None:
         return False
-    from engine_core.kernels.launch.gluon import runs_gluon
-
-    if not runs_gluon(x.device) or _shares_multiprocessors():
+    if not chains_run_on(x.device) or barrier_count(x.device) is None:
         return False
     from engine_core.kernels.linear.chain.hopper import triton as hopper
 
@@ -130,26 +145,21 @@ def linear_chain(x: Tensor, residual: Tensor, chain: Chain) -> tuple[Tensor, Ten
 
 @functools.cache
 def _shares_multiprocessors() -> bool:
-    """Whether kernels of another process may run beside ours, by NVIDIA's MPS.
-
-    A chain's programs wait for one another, so all of them must be there at once. Those of two
-    chains could each have half of the multiprocessors. In one process steps follow one another on
-    one stream, and without MPS so do the times of processes.
-    """
+    """Whether NVIDIA's MPS may run kernels of another process beside ours."""
     pipe = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
     return Path(pipe).exists()
 
 
-def barrier_count(device: torch.device) -> Tensor:
+_COUNTS: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def barrier_count(device: torch.device) -> Tensor | None:
     """``[1]`` int64, of this stream alone, that the programs of each launch add to.
 
-    The first call on a stream must not be inside a graph capture.
+    None in a graph capture for whose stream none was made: the graph's memory would be its place.
     """
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _barrier_count(device, stream)
-
-
-@functools.cache
-def _barrier_count(device: torch.device, stream: int) -> Tensor:
-    del stream
-    return torch.zeros(1, dtype=torch.int64, device=device)
+    cuda = device.type == "cuda"
+    key = (device, torch.cuda.current_stream(device).cuda_stream if cuda else 0)
+    if key not in _COUNTS and not (cuda and torch.cuda.is_current_stream_capturing()):
+        _COUNTS[key] = torch.zeros(1, dtype=torch.int64, device=device)
+    return _COUNTS.get(key)

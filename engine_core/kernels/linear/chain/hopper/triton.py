@@ -4,7 +4,8 @@ A program stays on its multiprocessor from the first linear to the last. The ten
 accelerator brings tiles of the weights to a ring in shared memory, and begins with those of the
 next linear while the last tiles of the one before are multiplied, and while programs wait for one
 another: the memory is never idle between two linears, as it is between two launches. 8-bit floats
-are multiplied as they are: a row of x becomes two of 8-bit floats, together its numbers.
+are multiplied as they are: a row of x becomes two of 8-bit floats, together its numbers where they
+are more than a 8,192nd of the greatest; smaller ones are off by a 4,000,000th of that.
 
 The matrix units want 64 rows of the weight. A tile has 16, four times: once for each quarter of K,
 by which as many groups of columns of x are multiplied. Of these products those of a quarter by its
@@ -12,6 +13,8 @@ own columns count.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -40,6 +43,7 @@ from engine_core.kernels.linear.chain import Chain, ChainNorm, barrier_count
 from engine_core.kernels.linear.epilogues.triton import Activated, Added
 from engine_core.kernels.linear.fp8 import Fp8Weight
 from engine_core.kernels.linear.tiles import Tile
+from engine_core.kernels.row_codes import FP8
 
 _FAMILY = Family("chains of linears", "Steps of one row in 8-bit floats take a tenth longer")
 
@@ -47,8 +51,7 @@ _FAMILY = Family("chains of linears", "Steps of one row in 8-bit floats take a t
 _ROWS = gl.constexpr(16)
 _QUARTERS = gl.constexpr(4)
 _CHUNKS = gl.constexpr(4)
-# Bytes of a step: what the ring holds some of.
-# Columns of K in a step.
+# Columns of K in a step, and its bytes: what the ring holds some of.
 _STEP = _QUARTERS.value * _CHUNKS.value * 128
 _BYTES = gl.constexpr(_QUARTERS.value * _CHUNKS.value * _ROWS.value * 128)
 # The lower part of x is larger by this, so that it keeps its bits.
@@ -57,6 +60,8 @@ _LOWER = gl.constexpr(16.0)
 # ahead, has room beside it, so that the first weights are there when attention ends.
 _MOST_SHARED = 180 * 1024
 _MOST_STAGES = 4
+# Rows of a weight that a trial turns into numbers at once.
+_TRIED_ROWS = 1024
 
 
 @gluon.jit
@@ -369,38 +374,60 @@ def fits(x: Tensor, chain: Chain) -> bool:
 def is_trusted(x: Tensor, chain: Chain) -> bool:
     """Whether :func:`chain` may be used for such rows; it may be tried for that."""
     shapes = tuple(tuple(weight.shape) for weight in chain.weights)
-    return _FAMILY.allows(x.device, (x.dtype, shapes), lambda: _trial(x, shapes))
+    biased = tuple(bias is not None for bias in chain.biases)
+    offsets = chain.middle.offset, chain.end.offset
+    kind = (x.dtype, shapes, biased, offsets)
+    return _FAMILY.allows(x.device, kind, lambda: _trial(x, shapes, biased, offsets))
 
 
-def _trial(x: Tensor, shapes: tuple[tuple[int, ...], ...]) -> Trial:
-    """A row of the shapes of a chain."""
+def _trial(
+    x: Tensor,
+    shapes: tuple[tuple[int, ...], ...],
+    biased: tuple[bool, ...],
+    offsets: tuple[float, float],
+) -> Trial:
+    """A row by weights of these shapes, which machine code depends on; little more is kept."""
     draw = torch.Generator(x.device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw, device=x.device).to(x.dtype)
 
-    weights = [Fp8Weight.quantized(normal(n, k) / k**0.5) for n, k in shapes]
+    def weight(n: int, k: int) -> Fp8Weight:
+        codes = torch.randint(256, (n, k), generator=draw, device=x.device, dtype=torch.uint8)
+        scales = torch.full((n,), 2 / k**0.5, device=x.device)
+        return Fp8Weight(codes.bitwise_and_(0xB7).view(FP8), scales, x.dtype)  # below 2
+
+    def product(rows: Tensor, index: int) -> Tensor:
+        weight, bias = weights[index], biases[index]
+        parts = zip(weight.codes.split(_TRIED_ROWS), weight.scales.split(_TRIED_ROWS), strict=True)
+        numbers = (Fp8Weight(*part, x.dtype).numbers(torch.float32) for part in parts)
+        sums = torch.cat([rows.float() @ part.T for part in numbers], 1)
+        return sums if bias is None else sums + bias.float()
+
+    weights = [weight(*shape) for shape in shapes]
     width = shapes[0][0]
-    norms = [ChainNorm(normal(width), 1e-6) for _ in range(2)]
-    tried = Chain((weights[0], weights[1], weights[2], weights[3]), norms[0], norms[1])
+    norms = [ChainNorm(normal(width), 1e-6, offset) for offset in offsets]
+    biases: Any = tuple(
+        normal(n) if has_bias else None for (n, _), has_bias in zip(shapes, biased, strict=True)
+    )
+    four: Any = tuple(weights)
+    tried = Chain(four, norms[0], norms[1], biases)
     heads, residual = normal(1, shapes[0][1]), normal(1, width)
 
     def run() -> Tensor:
         qkv, total = chain(heads, residual, tried)
         return torch.cat((qkv, total), 1)
 
-    o, gate_up, down, qkv = (weight.numbers(torch.float32) for weight in weights)
-    total = (heads.float() @ o.T).to(x.dtype) + residual
-    gate, up = (_normed(total, norms[0]) @ gate_up.T).to(x.dtype).float().chunk(2, 1)
-    activated = (torch.nn.functional.silu(gate) * up).to(x.dtype)
-    total = (activated.float() @ down.T).to(x.dtype) + total
-    return Trial(run, torch.cat((_normed(total, norms[1]) @ qkv.T, total.float()), 1))
+    total = product(heads, 0).to(x.dtype) + residual
+    gate, up = product(_normed(total, norms[0]), 1).to(x.dtype).float().chunk(2, 1)
+    total = product((torch.nn.functional.silu(gate) * up).to(x.dtype), 2).to(x.dtype) + total
+    return Trial(run, torch.cat((product(_normed(total, norms[1]), 3), total.float()), 1))
 
 
 def _normed(total: Tensor, norm: ChainNorm) -> Tensor:
     wide = total.float()
     mean = wide.square().mean(1, keepdim=True)
-    weighed = (wide * norm.weight.float()).to(total.dtype).float()
+    weighed = (wide * (norm.weight.float() + norm.offset)).to(total.dtype).float()
     return weighed * torch.rsqrt(mean + norm.eps)
 
 
