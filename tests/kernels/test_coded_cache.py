@@ -428,6 +428,10 @@ class OnNumbers:
 
     fits = is_trusted = takes
 
+    def groups_for(self, *_: object) -> int:
+        """Two, as for heads of any size."""
+        return 2
+
     def prefill(self, call: Call, *_: object) -> None:
         """Attend to the rows behind those that decode; rows without tokens get zeros."""
         first = call.num_decode_rows
