@@ -5,6 +5,7 @@ See :mod:`engine_core.nn.epilogue`. A linear's method decides which of them it f
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -688,6 +689,8 @@ def agree(model: nn.Module, device: torch.device) -> None:
     layers = [layer for layer in model.modules() if isinstance(layer, DecoderLayer)]
     if not any(layer.chained is not None for layer in layers):
         return
+    if _CHAINING.get(str(device), model) is not model:
+        gc.collect()  # one that was closed may be left in a cycle
     if not chains_run_on(device) or _CHAINING.setdefault(str(device), model) is not model:
         for layer in layers:
             layer.chained = None
