@@ -39,6 +39,7 @@ from engine_core.kernels.launch.hopper.triton import (
     wait,
 )
 from engine_core.kernels.launch.triton import num_multiprocessors, pdl_options
+from engine_core.kernels.linear.boxes.hopper.triton import barriers, room
 from engine_core.kernels.linear.chain import Chain, ChainNorm, barrier_count
 from engine_core.kernels.linear.epilogues.triton import Activated, Added
 from engine_core.kernels.linear.fp8 import Fp8Weight
@@ -307,20 +308,14 @@ def _chain_kernel(
     X_COLS: gl.constexpr = 2 * _QUARTERS
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
-    ring = gl.allocate_shared_memory(
-        WORD, [STAGES, _CHUNKS, _QUARTERS, 1, _ROWS, 64], o_desc.layout
-    )
+    ring = room(o_desc, STAGES)
     halves = reinterpret(
         ring, WORD, [STAGES, _CHUNKS, _QUARTERS, 2, _ROWS // 2, 64], gate_up_desc.layout
     )
     weights = reinterpret(ring, CODE, [STAGES * _CHUNKS, 64, 128], CHUNK)
     x = gl.allocate_shared_memory(CODE, [GROUPS, _CHUNKS, X_COLS, 128], CHUNKS_LAYOUT)
     xs = (x, reinterpret(x, CODE, [GROUPS * _CHUNKS, X_COLS, 128], CHUNK))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-    fence_async_shared()
-    sync_threads()
+    full = barriers(STAGES)
     descs = (o_desc, gate_up_desc, down_desc, qkv_desc)
     rings = (ring, halves, ring, ring)
     # Steps of this program ahead of each linear.
