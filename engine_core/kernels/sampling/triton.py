@@ -420,48 +420,6 @@ def _take(token, is_live, place, row, chosen, rows):
         tl.store(rows.seen_sizes + row, size + 1, mask=is_new)
 
 
-class _Peaks(NamedTuple):
-    """Of what one lane read.
-
-    Attributes:
-        best: the largest logit.
-        first: the first token that has it.
-        weight: what all weigh beside it.
-    """
-
-    best: Any
-    first: Any
-    weight: Any
-
-
-@triton.jit
-def _track(peaks, x, cols, is_random, is_summed, powers, farthest, IN_ORDER: tl.constexpr):
-    """``peaks`` with more tokens.
-
-    Args:
-        peaks: of those before.
-        x: the logits.
-        cols: the tokens.
-        is_random: whether the first does not matter.
-        is_summed: whether the weights do.
-        powers: the reciprocal temperature, for powers of 2.
-        farthest: beside what is farther apart a logit weighs nothing.
-        IN_ORDER: whether the ids are larger than those before.
-    """
-    best, first, weight = peaks
-    is_more = x > best
-    if is_summed:
-        # One of the two has nothing to be multiplied with. Nothing weighs anything beside -inf.
-        distance = tl.minimum(tl.abs(x - tl.maximum(best, _LEAST_LOGIT)), farthest)
-        factor = tl.exp2(-distance * powers)
-        weight = tl.where(is_more, weight * factor + 1.0, weight + factor)
-    if is_random == 0:
-        if not IN_ORDER:
-            is_more = is_more | ((x == best) & (cols < first))
-        first = tl.where(is_more, cols, first)
-    return _Peaks(_larger(x, best), first, weight)
-
-
 @triton.jit
 def _larger(x, y):
     """The larger ones; NaN is the largest."""
@@ -469,18 +427,61 @@ def _larger(x, y):
 
 
 @triton.jit
-def _first_of_four(x, SIZE: tl.constexpr):
-    """Every fourth of ``x``, which stays in the thread that loaded it."""
-    even, _odd = tl.split(tl.reshape(x, (SIZE // 2, 2)))
-    first, _odd = tl.split(tl.reshape(even, (SIZE // 4, 2)))
+def _two(x):
+    """Its parts of even and of odd places."""
+    return tl.split(tl.reshape(x, (x.shape[0] // 2, 2)))
+
+
+@triton.jit
+def _four(x):
+    """The first to the fourth of each four, which stay in the thread that loaded them."""
+    even, odd = _two(x)
+    x0, x2 = _two(even)
+    x1, x3 = _two(odd)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _first_of_eight(x):
+    even, _odd = _two(x)
+    first, _odd = _two(even)
+    first, _odd = _two(first)
     return first
 
 
 @triton.jit
-def _one_of_four(x, other, LANES: tl.constexpr):
-    """``x`` as the first of four of each lane, the rest of which are ``other``."""
-    rest = tl.full((LANES,), 0, x.dtype) + other
-    return tl.reshape(tl.join(tl.join(x, rest), tl.join(rest, rest)), (4 * LANES,))
+def _largest_of_eight(x):
+    even, odd = _two(x)
+    even, odd = _two(_larger(even, odd))
+    even, odd = _two(_larger(even, odd))
+    return _larger(even, odd)
+
+
+@triton.jit
+def _weight_of_eight(x, top, powers):
+    """What eight logits weigh together, of each thread, beside the logit ``top``."""
+    even, odd = _two(x)
+    x0, x2, x4, x6 = _four(even)
+    x1, x3, x5, x7 = _four(odd)
+    sum_ = tl.exp2((x0 - top) * powers) + tl.exp2((x1 - top) * powers)
+    sum_ += tl.exp2((x2 - top) * powers) + tl.exp2((x3 - top) * powers)
+    sum_ += tl.exp2((x4 - top) * powers) + tl.exp2((x5 - top) * powers)
+    return sum_ + tl.exp2((x6 - top) * powers) + tl.exp2((x7 - top) * powers)
+
+
+@triton.jit
+def _place_in_eight(x, largest):
+    """Where of each eight the first is that is ``largest``."""
+    even, odd = _two(x)
+    x0, x2, x4, x6 = _four(even)
+    x1, x3, x5, _x7 = _four(odd)
+    place = tl.where(x6 == largest, 6, 7)
+    place = tl.where(x5 == largest, 5, place)
+    place = tl.where(x4 == largest, 4, place)
+    place = tl.where(x3 == largest, 3, place)
+    place = tl.where(x2 == largest, 2, place)
+    place = tl.where(x1 == largest, 1, place)
+    return tl.where(x0 == largest, 0, place)
 
 
 @triton.jit
@@ -498,7 +499,7 @@ def _peaks_kernel(
     seeds_ptr,
     ban_ends_ptr,
     num_blocks,
-    PART: tl.constexpr,
+    LANES: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_BLOCKS: tl.constexpr,
     SAMPLE: tl.constexpr,
@@ -506,6 +507,7 @@ def _peaks_kernel(
     DISTANCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    PART: tl.constexpr = 8 * LANES
     wait(PDL)
     launch_dependents(PDL)
     place = tl.program_id(0).to(tl.int64)
@@ -529,12 +531,13 @@ def _peaks_kernel(
         mode += _KINDS * (adjusted + tl.where(is_banned, _BANNED, 0))
     steepness = _steepness(numbers_ptr)
     powers = steepness * _LOG2_E
-    # Beside what is farther apart a logit weighs nothing.
-    farthest = 1000.0 * tl.div_rn(1.0, tl.maximum(steepness, 1e-30))
     offsets = tl.arange(0, PART)
-    lanes = tl.arange(0, PART // 4)
-    raw_best = tl.full((PART,), float("-inf"), tl.float32)
-    peaks = _Peaks(raw_best, start + offsets, tl.zeros((PART,), tl.float32))
+    lanes = tl.arange(0, LANES)
+    # For each lane: the largest, the first token that has it, and what the lane weighs beside it.
+    best = tl.full((LANES,), float("-inf"), tl.float32)
+    first = start + lanes
+    weight = tl.zeros((LANES,), tl.float32)
+    raw_best = best
     size = tl.where(live, vocab, 0)
     end = tl.minimum(start + PART * PARTS, size)
     live_mode = tl.where(live, mode, 0)
@@ -545,48 +548,62 @@ def _peaks_kernel(
     if rows.kinds is not None:
         is_moved = ((live_mode // _KINDS) & (_BANNED + 1)) != 0
         seen_size = _seen_size(*of)
-        seen_start = block * (PART // 4)
-        tokens = _load_seen_tokens(rows, place, row, seen_start, seen_size, PART // 4)
+        seen_start = block * LANES
+        tokens = _load_seen_tokens(rows, place, row, seen_start, seen_size, LANES)
         next_seen = _load_seen(*of, start + offsets, end)
     for part in range(PARTS):
         cols = start + part * PART + offsets
         x = next_x.to(tl.float32)
         next_x = _load_raw(rows, place, cols + PART, end)
-        is_picked = (lanes % DISTANCE == 0) & (start + part * PART + 4 * lanes < picked_end)
+        own = start + part * PART + 8 * lanes
+        is_picked = (lanes % DISTANCE == 0) & (own < picked_end)
         if rows.kinds is not None:
             seen = next_seen
             next_seen = _load_seen(*of, cols + PART, end)
             if is_moved:
-                raw_best = _larger(raw_best, x)
+                raw_best = _larger(raw_best, _largest_of_eight(x))
                 x = _ban(_bias(x, *of, cols, cols < size), *of, cols)
             x = tl.where(seen == 0, x, float("-inf"))
-            is_picked = is_picked & (_first_of_four(seen, PART) == 0)
+            is_picked = is_picked & (_first_of_eight(seen) == 0)
         if PICKS > 0:
             at = (block * PARTS + part) * PICKS
-            tl.store(sample_ptr + at, _first_of_four(x, PART), mask=is_picked)
-        peaks = _track(peaks, x, cols, is_random, is_summed, powers, farthest, True)
+            tl.store(sample_ptr + at, _first_of_eight(x), mask=is_picked)
+        largest = _largest_of_eight(x)
+        if is_random == 0:
+            first = tl.where(largest > best, own + _place_in_eight(x, largest), first)
+        largest = _larger(largest, best)
+        if is_summed:
+            # So far there may be nothing but -inf.
+            top = tl.maximum(largest, _LEAST_LOGIT)
+            weight *= tl.exp2((best - top) * powers)
+            weight += _weight_of_eight(x, top, powers)
+        best = largest
     if rows.kinds is not None:
         if is_moved == 0:
-            raw_best = peaks.best
+            raw_best = best
         penalties = _load_penalties(numbers_ptr)
         sampled_ids = tl.where(is_sampled, vocab, 0)
         while seen_start < seen_size:
+            raw_best = _larger(raw_best, tokens.raw.to(tl.float32))
             _before, x = _adjust_seen(tokens, *of, penalties)
-            raw = _one_of_four(tokens.raw.to(tl.float32), float("-inf"), PART // 4)
-            raw_best = _larger(raw_best, raw)
             x = tl.where(tokens.are_there, x, float("-inf"))
             ids = tl.where(tokens.are_there, tokens.ids, vocab)
             if PICKS > 0:
-                lane = ids % PART // 4
+                lane = ids % PART // 8
                 at = place * SAMPLE + ids // PART * PICKS + lane // DISTANCE
-                is_picked = (ids % 4 == 0) & (lane % DISTANCE == 0) & (ids < sampled_ids)
+                is_picked = (ids % 8 == 0) & (lane % DISTANCE == 0) & (ids < sampled_ids)
                 tl.store(found.sample + at, x, mask=is_picked)
-            x = _one_of_four(x, float("-inf"), PART // 4)
-            ids = _one_of_four(ids, vocab, PART // 4)
-            peaks = _track(peaks, x, ids, is_random, is_summed, powers, farthest, False)
-            seen_start += num_blocks * (PART // 4)
-            tokens = _load_seen_tokens(rows, place, row, seen_start, seen_size, PART // 4)
-    best, first, weight = peaks
+            # The ids may be any.
+            first = tl.where((x > best) | ((x == best) & (ids < first)), ids, first)
+            largest = _larger(x, best)
+            if is_summed:
+                top = tl.maximum(largest, _LEAST_LOGIT)
+                weight *= tl.exp2((best - top) * powers)
+                weight += tl.exp2((x - top) * powers)
+            best = largest
+            seen_start += num_blocks * LANES
+            tokens = _load_seen_tokens(rows, place, row, seen_start, seen_size, LANES)
+    # NaN is as good as infinity.
     best = tl.where(best == best, best, float("inf"))
     here = place * num_blocks
     peak = tl.max(best, axis=0)
@@ -673,7 +690,7 @@ def _bounds_kernel(
         upper = tl.full((), float("inf"), tl.float32)
         if PICKS > 0:
             index = tl.arange(0, SAMPLE)
-            is_there = index // PICKS * PART + index % PICKS * (4 * DISTANCE) < vocab
+            is_there = index // PICKS * PART + index % PICKS * (8 * DISTANCE) < vocab
             x = tl.load(found.sample + place * SAMPLE + index, mask=is_there, other=float("inf"))
             # In units of what one token of the sample stands for: how much is to be below the
             # bounds, tokens or weight.
@@ -815,7 +832,9 @@ def _weigh(x, rows, bounds):
 
 
 @triton.jit
-def _weigh_lanes(x, rows, bounds, sums, KIND: tl.constexpr, HAS_ABOVE: tl.constexpr):
+def _weigh_lanes(
+    x, rows, bounds, sums, KIND: tl.constexpr, HAS_ABOVE: tl.constexpr, HAS_LEAST: tl.constexpr
+):
     """Weigh one logit for each thread; returns ``sums`` with them, as _weigh_block, and masses."""
     measure, above_mass, drawable = sums
     masses = tl.zeros(x.shape, tl.int64)
@@ -832,7 +851,10 @@ def _weigh_lanes(x, rows, bounds, sums, KIND: tl.constexpr, HAS_ABOVE: tl.conste
                     measure += above.to(tl.int64)
             if KIND == _NUCLEUS:
                 above_mass += over
-            drawable += tl.where(weights >= bounds.min_p, over, 0)
+            if HAS_LEAST:
+                over = tl.where(weights >= bounds.min_p, over, 0)
+            if HAS_LEAST or KIND != _NUCLEUS:
+                drawable += over
     if KIND != _NUCLEUS:
         masses = tl.full(x.shape, 1, tl.int64)
     return (measure, above_mass, drawable), masses
@@ -851,6 +873,7 @@ def _weigh_block(
     PARTS: tl.constexpr,
     KIND: tl.constexpr,
     HAS_ABOVE: tl.constexpr,
+    HAS_LEAST: tl.constexpr,
 ):
     """Gather and weigh the logits of a block, four at a time for each thread.
 
@@ -870,6 +893,7 @@ def _weigh_block(
     end = tl.minimum(start + 4 * LANES * PARTS, rows.vocab)
     next_x = raw
     may_be_seen = lanes < tl.where(((mode // _KINDS) & 2) != 0, LANES, 0)
+    of = (rows, bounds)
     between_of = (rows, row, may_be_seen, bounds, HAS_ABOVE)
     for part in range(PARTS):
         cols = start + part * 4 * LANES + offsets
@@ -878,14 +902,11 @@ def _weigh_block(
         next_x = _load_raw(rows, place, cols + 4 * LANES, end)
         x = _bias(x, rows, row, mode, cols, cols < rows.vocab)
         x = _ban(x, rows, row, mode, cols)
-        # So parted, all stays in the thread that loaded it.
-        even, odd = tl.split(tl.reshape(x, (2 * LANES, 2)))
-        x0, x2 = tl.split(tl.reshape(even, (LANES, 2)))
-        x1, x3 = tl.split(tl.reshape(odd, (LANES, 2)))
-        sums, measure0 = _weigh_lanes(x0, rows, bounds, sums, KIND, HAS_ABOVE)
-        sums, measure1 = _weigh_lanes(x1, rows, bounds, sums, KIND, HAS_ABOVE)
-        sums, measure2 = _weigh_lanes(x2, rows, bounds, sums, KIND, HAS_ABOVE)
-        sums, measure3 = _weigh_lanes(x3, rows, bounds, sums, KIND, HAS_ABOVE)
+        x0, x1, x2, x3 = _four(x)
+        sums, measure0 = _weigh_lanes(x0, *of, sums, KIND, HAS_ABOVE, HAS_LEAST)
+        sums, measure1 = _weigh_lanes(x1, *of, sums, KIND, HAS_ABOVE, HAS_LEAST)
+        sums, measure2 = _weigh_lanes(x2, *of, sums, KIND, HAS_ABOVE, HAS_LEAST)
+        sums, measure3 = _weigh_lanes(x3, *of, sums, KIND, HAS_ABOVE, HAS_LEAST)
         if KIND != _WHOLE:
             first = start + part * 4 * LANES + 4 * lanes
             between0 = _is_between(x0, first, *between_of)
@@ -901,7 +922,10 @@ def _weigh_block(
             to = _gather_lanes(x1, first + 1, measure1, between1, to, bounds)
             to = _gather_lanes(x2, first + 2, measure2, between2, to, bounds)
             to = _gather_lanes(x3, first + 3, measure3, between3, to, bounds)
-    return sums
+    measure, above_mass, drawable = sums
+    if KIND == _NUCLEUS and HAS_ABOVE and not HAS_LEAST:
+        drawable = above_mass
+    return measure, above_mass, drawable
 
 
 @triton.jit
@@ -998,16 +1022,25 @@ def _weigh_kernel(
         above_mass = tl.zeros((LANES,), tl.int64)
         drawable = tl.zeros((LANES,), tl.int64)
         if kind == _WHOLE:
-            _, _, drawable = _weigh_block(*of, LANES, PARTS, _WHOLE, True)
+            _, _, drawable = _weigh_block(*of, LANES, PARTS, _WHOLE, True, True)
         elif upper < float("inf"):
-            if kind == _NUCLEUS:
-                measure, above_mass, drawable = _weigh_block(*of, LANES, PARTS, _NUCLEUS, True)
+            if kind == _LIMITED:
+                measure, above_mass, drawable = _weigh_block(
+                    *of, LANES, PARTS, _LIMITED, True, True
+                )
+            elif bounds.min_p > 0:
+                measure, above_mass, drawable = _weigh_block(
+                    *of, LANES, PARTS, _NUCLEUS, True, True
+                )
             else:
-                measure, above_mass, drawable = _weigh_block(*of, LANES, PARTS, _LIMITED, True)
-        elif kind == _NUCLEUS:
-            measure, above_mass, drawable = _weigh_block(*of, LANES, PARTS, _NUCLEUS, False)
+                # Of most, and with fewer sums.
+                measure, above_mass, drawable = _weigh_block(
+                    *of, LANES, PARTS, _NUCLEUS, True, False
+                )
+        elif kind == _LIMITED:
+            measure, above_mass, drawable = _weigh_block(*of, LANES, PARTS, _LIMITED, False, False)
         else:
-            measure, above_mass, drawable = _weigh_block(*of, LANES, PARTS, _LIMITED, False)
+            measure, above_mass, drawable = _weigh_block(*of, LANES, PARTS, _NUCLEUS, False, False)
         if rows.kinds is not None:
             while seen_start < seen_size:
                 measure, above_mass, drawable = _correct(
@@ -1413,7 +1446,7 @@ def sample_tokens(
     sampled, picks, distance = 1, 0, 1
     if vocab > most:
         sampled = min(triton.next_power_of_2(triton.cdiv(vocab, _SAMPLED)), _MOST_SAMPLED)
-        of_part = max(1, sampled // triton.cdiv(vocab, 4 * _LANES))
+        of_part = max(1, sampled // triton.cdiv(vocab, 8 * _LANES))
         distance = triton.cdiv(_LANES, of_part)
         picks = triton.cdiv(_LANES, distance)
     sample = {"SAMPLE": sampled, "PICKS": picks, "DISTANCE": distance}
@@ -1436,7 +1469,7 @@ def sample_tokens(
         "enable_fp_fusion": False,
         **pdl_options(device),
     }
-    shape = {"PARTS": parts, "num_warps": _LANES // 32}
+    warps = _LANES // 32
     reading: dict[str, int] = {}
     settling: dict[str, int] = {}
     if is_many:
@@ -1457,10 +1490,11 @@ def sample_tokens(
         state.seeds,
         ban_ends,
         blocks,
-        PART=4 * _LANES,
+        LANES=_LANES,
+        PARTS=parts // 2,
         BLOCK_BLOCKS=triton.next_power_of_2(blocks),
+        num_warps=warps,
         **sample,
-        **shape,
         **reading,
         **common,
     )
@@ -1469,7 +1503,7 @@ def sample_tokens(
         found,
         bits * math.log(2) + 1,
         blocks,
-        PART=4 * _LANES,
+        PART=8 * _LANES,
         BLOCK_BLOCKS=triton.next_power_of_2(blocks),
         BINS=_SAMPLE_BINS,
         BIN_BITS=_BIN_BITS,
@@ -1486,7 +1520,8 @@ def sample_tokens(
         LANES=_LANES,
         UNUSED_BITS=_UNUSED_BITS[logits.dtype],
         BIN_BITS=_BIN_BITS,
-        **shape,
+        PARTS=parts,
+        num_warps=warps,
         **reading,
         **common,
     )
