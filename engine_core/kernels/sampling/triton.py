@@ -40,8 +40,9 @@ from engine_core.kernels.sampling.reference import LEAST_TEMPERATURE, mass_bits
 if TYPE_CHECKING:
     from engine_core.kernels.sampling import SamplingState
 
-# Threads of a program that reads all logits, and how often each of them reads four: one row of
-# 128,000 logits gives a program to each of 63 multiprocessors. Many rows are many times the
+# Threads of a program that reads all logits, and how often each of them reads four, an even number,
+# for the first reading takes eight: one row of 128,000 logits gives a program to each of 63
+# multiprocessors. Many rows are many times the
 # programs of a GPU, and fewer of them are done sooner.
 _LANES = 256
 _PARTS = 2
