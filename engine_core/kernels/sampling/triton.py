@@ -460,7 +460,7 @@ def _largest_of_eight(x):
 
 @triton.jit
 def _weight_of_eight(x, top, powers):
-    """What eight logits weigh together, of each thread, beside the logit ``top``."""
+    """Weigh eight logits together, of each thread, beside the logit ``top``."""
     even, odd = _two(x)
     x0, x2, x4, x6 = _four(even)
     x1, x3, x5, x7 = _four(odd)
