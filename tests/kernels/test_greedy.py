@@ -20,7 +20,7 @@ def check(op: Any, device: str = "cpu") -> None:
     expected = [0, vocab - 1, 4096, 5, 7, 0, 0, 0]
     for row, token in enumerate(expected[:5]):
         logits[row, token] = 50.0
-    logits[3, 8000] = 50.0  # a tie across blocks: the first wins
+    logits[3, 8000] = logits[3, 4101] = 50.0  # ties across blocks: the first wins
     logits[4] = torch.where(logits[4] == 50.0, logits[4], -INF)
     logits[5, 8999], logits[6, 17], logits[7] = NAN, INF, -INF
     for _ in range(2):
@@ -60,6 +60,20 @@ def test_kernel(launch_device: str) -> None:
     check(triton.choose_greedy, launch_device)
     check_state(triton.choose_greedy, launch_device)
     assert triton.choose_greedy(torch.empty(0, 5, device=launch_device))[0].shape == (0,)
+
+
+@pytest.mark.parametrize("programs", [1, 2, 100])
+def test_kernel_of_many_rows(
+    programs: int, launch_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose programs have all blocks of a row, every second of them, or one."""
+    from engine_core.kernels.greedy import triton
+
+    monkeypatch.setattr(triton, "_MANY_ROWS", 2)
+    monkeypatch.setattr(triton, "_PROGRAMS_OF_MANY", programs)
+    monkeypatch.setattr(triton, "num_multiprocessors", lambda device: 8)
+    check(triton.choose_greedy, launch_device)
+    check_state(triton.choose_greedy, launch_device)
 
 
 def test_kernel_of_more_rows_than_are_counted_at_first(
