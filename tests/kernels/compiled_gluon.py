@@ -65,11 +65,14 @@ def prefill(
     attention.prefill(call, 0.1, 132, True, groups)
 
 
-def gated_linear(dtype: torch.dtype, has_bias: bool, width: int = 128) -> None:
-    """Gate and up."""
-    x, weight = torch.zeros(300, 256, dtype=dtype), torch.zeros(512, 256, dtype=dtype)
-    assert linear.fits(x, weight)
-    linear.gated_linear(x, weight, weight[:, 0].contiguous() if has_bias else None, width)
+def gated_linear(
+    dtype: torch.dtype, has_bias: bool, width: int = 128, divided: bool = True
+) -> None:
+    """Gate and up, perhaps of rows whose norm is left to be divided."""
+    x, weight = undivided(300, 256, dtype), torch.zeros(512, 256, dtype=dtype)
+    assert linear.fits(x.values, weight)
+    bias = weight[:, 0].contiguous() if has_bias else None
+    linear.gated_linear(x.values if divided else x, weight, bias, width)
 
 
 def quick_gelu_linear(dtype: torch.dtype, has_bias: bool) -> None:
@@ -183,6 +186,7 @@ LAUNCHES: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "gated": (gated_linear, (BFLOAT16, False)),
     "gated-bias": (gated_linear, (FLOAT16, True)),
     "gated-narrow": (gated_linear, (BFLOAT16, False, 64)),
+    "gated-undivided": (gated_linear, (BFLOAT16, True, 64, False)),
     "quick-gelu": (quick_gelu_linear, (BFLOAT16, False)),
     "quick-gelu-bias": (quick_gelu_linear, (BFLOAT16, True)),
     "codes-gated-1": (codes_linear, (1, "gated", BFLOAT16)),

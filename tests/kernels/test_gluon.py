@@ -19,7 +19,14 @@ import torch.nn.functional as F
 from kernel_cases import TOLERANCE
 from torch import Tensor
 
-from engine_core.kernels import Chain, ChainNorm, Fp8Weight, GroupWeight, gpu
+from engine_core.kernels import (
+    Chain,
+    ChainNorm,
+    DeferredRMSNorm,
+    Fp8Weight,
+    GroupWeight,
+    gpu,
+)
 from engine_core.kernels.activation import silu_and_mul
 from engine_core.kernels.block_linear import FORMS, group_weight
 from engine_core.kernels.launch import gluon
@@ -522,6 +529,8 @@ def test_hoppers_own_kernels_pass_their_trials(
     weight = of_codes(dtype, "cuda", zeros=True)
     tile = choose_codes_tile(1, 4096, 4096, False, HOPPER)
     blocks, integers = hopper("linear.blocks"), hopper("linear.integers")
+    squares = torch.ones((1, 14), device="cuda")
+    undivided = DeferredRMSNorm(like(1, 64)[0], squares, 1e-5)
     cases: list[tuple[ModuleType, tuple[Any, ...]]] = [
         *(
             (attention, (like(32, 128), 8, size, pdl, 2))
@@ -533,6 +542,7 @@ def test_hoppers_own_kernels_pass_their_trials(
         *((attention, (like(6, width), 3, 64, True, 2)) for width in (72, 80, 96, 192, 256)),
         *((linear, (like(1, 64)[0], *kind)) for kind in product((False, True), repeat=2)),
         *((linear, (like(1, 64)[0], has_bias, True, 64)) for has_bias in (False, True)),
+        *((linear, (undivided, False, True, width)) for width in (64, 128)),
         *((codes, (like(1, 4096)[0], weight, tile, ending)) for ending in ENDINGS),
         *(
             (blocks, (like(rows, 4096)[0], weight, few_of(rows, weight), ending))
@@ -575,7 +585,7 @@ EACH_KIND = (
 )
 MORE_FORMS = (
     *("8B", "0.5B", "1B-long", "heads-80", "heads-256", "quick-gelu-bias", "codes-gated-32"),
-    *("codes-stored-32", "products-17"),
+    *("codes-stored-32", "products-17", "gated-undivided"),
     *(
         "blocks-gated-8",
         "blocks-added-4",

@@ -513,6 +513,29 @@ def test_activated_linear_on_hopper(
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "parts"), [(96, 9728, 896, 28), (128, 9728, 896, 14), (300, 2000, 192, 1)]
+)
+def test_gated_linear_on_hopper_makes_up_for_a_division(
+    rows: int, n: int, k: int, parts: int, width: int, with_bias: bool, hopper: ModuleType
+) -> None:
+    x, weight, bias = case(rows, n, k, torch.bfloat16, "cuda")
+    squares = torch.rand(rows, parts, device="cuda") * 4 * k / parts
+    given = DeferredRMSNorm(x, squares, 1e-6), weight, bias if with_bias else None
+    root = (squares.double().sum(1, keepdim=True) / k + 1e-6).sqrt()
+    product = (x.double() @ weight.double().T) / root
+    if with_bias:
+        product += bias.double()
+    gate, up = product.chunk(2, -1)
+    got = hopper.gated_linear(*given, width)
+    assert error(got, gate * gate.sigmoid() * up) < TOLERANCE[torch.bfloat16]
+    assert hopper.is_trusted(given[0], with_bias, True, width)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_quick_gelu_on_hopper_far_from_zero(dtype: torch.dtype, hopper: ModuleType) -> None:
     """Where nothing is left of the product, and where all of it is."""
@@ -573,7 +596,8 @@ def test_gated_linear_on_hopper_leaves_what_it_does_not_fit(hopper: ModuleType) 
         (28672, 4096, (96, 128, 256, 1024, 4096, 8192), (0, 1, 64, 192, 512, 1536)),
         (37888, 3584, (8192,), (128, 256, 512)),
         (17920, 1536, (128, 8192), (256,)),
-        (9728, 896, (256, 1024, 2048, 4096, 8192), (96, 128, 192, 512)),
+        (9728, 896, (96, 128, 256, 1024, 2048, 4096, 8192), (95, 192, 512)),
+        (8192, 896, (), (96, 128)),
         (16384, 2048, (96, 100, 128), (64, 65, 95, 129, 200)),
         (11264, 2048, (100,), (80, 200)),
         (9728, 2560, (), (100,)),
@@ -600,6 +624,15 @@ def test_the_gated_linear_on_hopper_has_narrower_tiles_where_they_are_one_turn(
 ) -> None:
     assert tiles.gated_width(rows, n, 2048, 132) == width
     assert tiles.gated_width(rows, n, 8192, 132) == 128
+
+
+def test_gate_and_up_of_few_columns_are_narrow_where_no_division_is_launched() -> None:
+    """Of 0.5B: the portable kernel, which makes up for it too, took longer from 96 rows on."""
+    for rows in (96, 100, 128):
+        assert tiles.gated_width(rows, 9728, 896, 132) == 64
+        assert tiles.choose_tile(rows, 9728, 896, True, HOPPER) is not None
+    assert [tiles.gated_width(rows, 9728, 896, 132) for rows in (65, 95, 129, 256)] == [128] * 4
+    assert tiles.gated_width(128, 8192, 896, 132) == 128
 
 
 def test_most_multiprocessors_have_a_program_of_the_tile_of_gate_and_up() -> None:

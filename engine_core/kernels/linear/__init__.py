@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -98,14 +99,14 @@ def linear(
     if (
         isinstance(weight, Tensor)
         and of_hopper
-        and squares is None
-        and _hopper_wins(values, weight, bias, gated)
+        and (gated or squares is None)
+        and _hopper_wins(x, weight, bias, gated)
     ):
         from engine_core.kernels.linear.hopper import triton as hopper
 
-        rows = values.view(-1, values.shape[-1])
+        rows = _as_matrix(x)
         if gated:
-            out = hopper.gated_linear(rows, weight, bias, _gated_width(rows, weight))
+            out = hopper.gated_linear(rows, weight, bias, _gated_width(values, weight))
         else:
             out = hopper.quick_gelu_linear(rows, weight, bias)
         return out.view(*values.shape[:-1], out.shape[-1])
@@ -538,31 +539,43 @@ def _rotates_and_stores(
     )
 
 
-def _hopper_wins(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> bool:
+def _hopper_wins(
+    x: Tensor | DeferredRMSNorm, weight: Tensor, bias: Tensor | None, gated: bool
+) -> bool:
     """Whether the kernel for Hopper takes this activated linear, and is faster."""
     n, k = weight.shape
-    if not x.is_cuda or not x.is_contiguous():
+    values, squares, _ = taken_apart(x)
+    if not values.is_cuda or not values.is_contiguous():
         return False
-    if not has_activated_kernel(x.numel() // k, n, k, gpu_of(x.device), gated=gated):
+    if squares is not None and not squares.is_contiguous():
+        return False
+    if not has_activated_kernel(values.numel() // k, n, k, gpu_of(values.device), gated=gated):
         return False
     from engine_core.kernels.launch.gluon import runs_gluon
 
-    if not runs_gluon(x.device):
+    if not runs_gluon(values.device):
         return False
     from engine_core.kernels.linear.hopper import triton as hopper
 
-    x = x.view(-1, k)
-    if not hopper.fits(x, weight):
+    if not hopper.fits(values.view(-1, k), weight):
         return False
-    width = _gated_width(x, weight) if gated else hopper.WIDE
-    return hopper.is_trusted(x, bias is not None, gated, width)
+    width = _gated_width(values, weight) if gated else hopper.WIDE
+    return hopper.is_trusted(_as_matrix(x), bias is not None, gated, width)
+
+
+def _as_matrix(x: Any) -> Any:
+    """Contiguous ``x [..., K]``, divided or not, as ``[M, K]``."""
+    if isinstance(x, DeferredRMSNorm):
+        return replace(x, values=_as_matrix(x.values))
+    return x.view(-1, x.shape[-1])
 
 
 def _gated_width(x: Tensor, weight: Tensor) -> int:
     """Columns of a tile of the kernel for Hopper."""
     gpu = gpu_of(x.device)
     assert gpu is not None, "it is for a kind of GPU"
-    return tiles.gated_width(len(x), weight.shape[0], weight.shape[1], gpu.num_multiprocessors)
+    n, k = weight.shape
+    return tiles.gated_width(x.numel() // k, n, k, gpu.num_multiprocessors)
 
 
 def _cublas_activates(x: Tensor, weight: Tensor) -> bool:

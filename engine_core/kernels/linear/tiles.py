@@ -636,8 +636,11 @@ def choose_invariant_tile(
 # values at 4 TB/s where cuBLAS multiplies and adds 2 K at 700 TFLOP/s. One of a result: 2 values,
 # where cuBLAS multiplies and adds K.
 _ACTIVATION = {True: 262, False: 350}
-# Columns of a weight that narrow tiles were measured with, a third more.
+# Columns of a weight that narrow tiles were measured with, a third more; the least share of the
+# multiprocessors that has one of them, and of those of weights of fewer columns than 1024, before
+# which a norm without a division needs no launch.
 _MOST_NARROW_K = 4096
+_NARROW_SHARE, _UNDIVIDED_SHARE = 0.65, 0.55
 
 
 def gated_width(rows: int, n: int, k: int, programs: int) -> int:
@@ -648,9 +651,12 @@ def gated_width(rows: int, n: int, k: int, programs: int) -> int:
     22.2; 80 rows 21.8, 23.8, 20.6; 100 rows 22.7, 23.8, 19.9; 128 rows 23.5, 24.1, 20.0; 160 rows
     24.6, 28.2, 38.8. 16384x3072: 80 rows 29.7, 33.8, 30.8; 128 rows 31.9, 34.0, 27.8. 12288x2048:
     80 rows 17.5, 22.3, 18.6; 128 rows 18.5, 22.5, 16.3. 100 rows by 11264x2048 17.3, 22.3, 16.5; by
-    9728x2560 18.8, 26.8, 19.9; by 37888x3584 79.3, 95.6, 81.5.
+    9728x2560 18.8, 26.8, 19.9; by 37888x3584 79.3, 95.6, 81.5. A step of 0.5B, whose weight is
+    9728x896, ms with the portable kernel and with tiles of 64: 96 rows 1.164, 1.143; 128 rows
+    1.346, 1.326.
     """
-    one_turn = 0.65 * programs <= -(-n // 128) <= programs
+    share = _UNDIVIDED_SHARE if k < 1024 else _NARROW_SHARE
+    one_turn = share * programs <= -(-n // 128) <= programs
     return 64 if 96 <= rows <= 128 and k <= _MOST_NARROW_K and one_turn else 128
 
 

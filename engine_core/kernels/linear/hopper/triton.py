@@ -8,6 +8,8 @@ while this one's results are stored.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -34,6 +36,7 @@ from engine_core.kernels.launch.hopper.triton import (
     wait,
 )
 from engine_core.kernels.launch.triton import num_multiprocessors, pdl_options
+from engine_core.kernels.linear.reference import DeferredRMSNorm, taken_apart
 
 _FAMILY = Family("gate and up", "These and their activation take up to a fifth longer")
 _UNGATED = Family("linears with a quick GELU", "The activation is a launch of its own")
@@ -175,6 +178,16 @@ def _biased(acc, bias_ptr, col, N, GATED: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _mean_squares(squares_ptr, first, num_rows, columns, SQUARES: gl.constexpr, ACC: gl.constexpr):
+    """The mean squares of a warp group's rows, whose sums are in SQUARES parts; 0 beyond them."""
+    rows = first + gl.arange(0, _ROWS, gl.SliceLayout(1, ACC))
+    sums = gl.zeros([_ROWS], gl.float32, gl.SliceLayout(1, ACC))
+    for part in gl.static_range(SQUARES):
+        sums += gl.load(squares_ptr + rows * SQUARES + part, mask=rows < num_rows, other=0.0)
+    return sums / columns
+
+
+@gluon.jit
 def _store(values, out_desc, out_smem, row, col, GROUP: gl.constexpr):
     """Begin to store two panels; rows and columns that the result does not have are left out."""
     panels = _halves(values.to(out_smem.dtype))
@@ -192,6 +205,9 @@ def _multiply(
     GROUP: gl.constexpr,
     out_desc,
     bias_ptr,
+    squares_ptr,
+    eps,
+    num_rows,
     x_smem,
     weight_smem,
     out_smem,
@@ -204,6 +220,7 @@ def _multiply(
     WIDTH: gl.constexpr,
     GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    SQUARES: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """A warp group that multiplies: the first or second half of a tile's rows."""
@@ -214,6 +231,9 @@ def _multiply(
     for tile in range(gl.program_id(0), row_tiles * col_tiles, gl.num_programs(0)):
         row, col = _place(tile, row_tiles, col_tiles, WIDTH, GATED)
         acc = gl.zeros([_ROWS, 2 * WIDTH], gl.float32, ACC)
+        if SQUARES:
+            first = row + GROUP * _ROWS
+            means = _mean_squares(squares_ptr, first, num_rows, steps * _STEP, SQUARES, ACC)
         for step in range(steps):
             stage = used % STAGES
             mbarrier.wait(full.index(stage), used // STAGES & 1)
@@ -226,6 +246,8 @@ def _multiply(
             used += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((used + STAGES - 1) % STAGES))
+        if SQUARES:
+            acc *= gl.expand_dims(1.0 / gl.sqrt(means + eps), 1)
         if HAS_BIAS:
             acc = _biased(acc, bias_ptr, col, N, GATED, ACC)
         # Rounded where a linear followed by an activation of its own rounds.
@@ -238,12 +260,15 @@ def _multiply(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["row_tiles", "col_tiles", "steps", "N"])
+@gluon.jit(do_not_specialize=["num_rows", "row_tiles", "col_tiles", "steps", "N"])
 def _linear_kernel(
     out_desc,
     x_desc,
     weight_desc,
     bias_ptr,
+    squares_ptr,
+    eps,
+    num_rows,
     row_tiles,
     col_tiles,
     steps,
@@ -252,11 +277,13 @@ def _linear_kernel(
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    SQUARES: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Tiles of 2 * _ROWS rows by WIDTH of N columns; the weight has rows of the gate, then up.
 
-    By twice as many columns if it is not gated, whose activation is a quick GELU.
+    By twice as many columns if it is not gated, whose activation is a quick GELU. With SQUARES, x
+    still lacks RMSNorm's division, which is made up for after the products.
     """
     launch_dependents(PDL)
     element: gl.constexpr = x_desc.dtype
@@ -275,12 +302,12 @@ def _linear_kernel(
     gl.warp_specialize(
         [
             (_multiply, (
-                0, out_desc, bias_ptr, x_smem, weight_smem, out_smem, full, empty, row_tiles,
-                col_tiles, steps, N, WIDTH, GATED, HAS_BIAS, PDL,
+                0, out_desc, bias_ptr, squares_ptr, eps, num_rows, x_smem, weight_smem, out_smem,
+                full, empty, row_tiles, col_tiles, steps, N, WIDTH, GATED, HAS_BIAS, SQUARES, PDL,
             )),
             (_multiply, (
-                1, out_desc, bias_ptr, x_smem, weight_smem, out_smem, full, empty, row_tiles,
-                col_tiles, steps, N, WIDTH, GATED, HAS_BIAS, PDL,
+                1, out_desc, bias_ptr, squares_ptr, eps, num_rows, x_smem, weight_smem, out_smem,
+                full, empty, row_tiles, col_tiles, steps, N, WIDTH, GATED, HAS_BIAS, SQUARES, PDL,
             )),
             (_load, (
                 x_desc, weight_desc, x_smem, weight_smem, full, empty, row_tiles, col_tiles, steps,
@@ -306,14 +333,22 @@ def fits(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def is_trusted(x: Tensor, has_bias: bool, gated: bool = True, width: int = WIDE) -> bool:
+def is_trusted(
+    x: Tensor | DeferredRMSNorm, has_bias: bool, gated: bool = True, width: int = WIDE
+) -> bool:
     """Whether a kernel may be used for such rows; it may be tried for that."""
-    family, kind = _FAMILY if gated else _UNGATED, (x.dtype, has_bias, width)
-    return family.allows(x.device, kind, lambda: _trial(x, has_bias, gated, width))
+    values, squares, _ = taken_apart(x)
+    parts = 0 if squares is None else squares.shape[1]
+    family, kind = _FAMILY if gated else _UNGATED, (values.dtype, has_bias, width, parts)
+    trial = functools.partial(_trial, values, has_bias, gated, width, parts)
+    return family.allows(values.device, kind, trial)
 
 
-def _trial(like: Tensor, has_bias: bool, gated: bool, width: int) -> Trial:
-    """More tiles than programs, the last of which end early."""
+def _trial(like: Tensor, has_bias: bool, gated: bool, width: int, parts: int) -> Trial:
+    """More tiles than programs, the last of which end early.
+
+    If there are ``parts`` of squares, they are those of rows half as large as x.
+    """
     draw = torch.Generator(like.device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -325,18 +360,27 @@ def _trial(like: Tensor, has_bias: bool, gated: bool, width: int) -> Trial:
         for numbers in (normal(2000, k), normal(2 * 2504, k) / 16, normal(2 * 2504))
     )
     product = x.float() @ weight.float().T
+    given: Tensor | DeferredRMSNorm = x
+    if parts:
+        norms = x.float().square().sum(1, keepdim=True) / 4
+        shares = torch.arange(1, parts + 1, device=x.device) / (parts * (parts + 1) / 2)
+        given = DeferredRMSNorm(x, norms * shares, 1e-5)
+        product *= given.inverse()
     if has_bias:
         product += bias.float()
-    given = x, weight, bias if has_bias else None
+    rest = weight, bias if has_bias else None
     if not gated:
-        return Trial(lambda: quick_gelu_linear(*given), reference.quick_gelu(product))
+        return Trial(lambda: quick_gelu_linear(x, *rest), reference.quick_gelu(product))
     gate, up = product.chunk(2, -1)
-    return Trial(lambda: gated_linear(*given, width), F.silu(gate) * up)
+    return Trial(lambda: gated_linear(given, *rest, width), F.silu(gate) * up)
 
 
-def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, width: int = WIDE) -> Tensor:
+def gated_linear(
+    x: Tensor | DeferredRMSNorm, weight: Tensor, bias: Tensor | None, width: int = WIDE
+) -> Tensor:
     """silu_and_mul of ``x [M, K]`` by ``weight [2 N, K]``: ``[M, N]``.
 
+    x may lack an RMSNorm's division, which is made up for, with contiguous squares.
     A tile has ``width`` columns of N, 64 or 128. What :func:`fits` asks of x and the weight holds,
     and there are rows. Nothing that is still running writes the weight: it is read before the
     kernels before are waited for.
@@ -349,7 +393,10 @@ def quick_gelu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _launch(x, weight, bias, WIDE, gated=False)
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, width: int, *, gated: bool) -> Tensor:
+def _launch(
+    given: Tensor | DeferredRMSNorm, weight: Tensor, bias: Tensor | None, width: int, *, gated: bool
+) -> Tensor:
+    x, squares, eps = taken_apart(given)
     rows, k = x.shape
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
@@ -362,6 +409,9 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, width: int, *, gated
         TensorDescriptor.from_tensor(x, [_ROWS.value, _STEP.value], swizzle),
         TensorDescriptor.from_tensor(weight, [width, _STEP.value], swizzle),
         bias,
+        squares,
+        eps,
+        rows,
         row_tiles,
         col_tiles,
         k // _STEP.value,
@@ -370,6 +420,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, width: int, *, gated
         STAGES=_STAGES[width],
         GATED=gated,
         HAS_BIAS=bias is not None,
+        SQUARES=0 if squares is None else squares.shape[1],
         num_warps=4,
         **pdl_options(x.device),
     )
