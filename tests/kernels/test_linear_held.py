@@ -224,11 +224,25 @@ def test_weights_that_have_room_wait_in_shared_memory() -> None:
             assert held < 227 * 1024
             assert 2 * tile.num_stages >= steps
         assert choose_held_tile(1, n, k, gated, HOPPER) is None
-        assert choose_held_tile(65, n, k, gated, HOPPER) is None
         assert choose_held_tile(8, n, k + 8, gated, HOPPER) is None
         assert all(choose_held_tile(8, n, k, gated, g) is None for g in (ADA, BLACKWELL, None))
     for n, k, gated in ((28672, 4096, True), (6144, 4096, False), (151936, 896, False)):
         assert choose_held_tile(8, n, k, gated, HOPPER) is None
+
+
+def test_blocks_of_more_rows_have_programs_that_hold_the_whole_weight() -> None:
+    """Each on a multiprocessor of its own, of linears whose portable kernel takes so many rows."""
+    for n in (1152, 896):
+        for rows in (65, 96, 128, 200, 224):
+            tile = choose_held_tile(rows, n, 896, False, HOPPER)
+            assert tile is not None
+            assert (tile.mode, tile.most_rows, tile.splits, tile.num_stages) == ("held", 32, 1, 7)
+            assert -(-n // 64) * -(-rows // 32) <= 132
+            assert choose_tile(rows, n, 896, False, HOPPER) is not None
+    assert choose_held_tile(225, 1152, 896, False, HOPPER) is None
+    assert choose_held_tile(257, 896, 896, False, HOPPER) is None
+    for n, k, gated in ((9728, 896, True), (896, 4864, False), (2048, 2048, False)):
+        assert all(choose_held_tile(rows, n, k, gated, HOPPER) is None for rows in (65, 128, 256))
 
 
 def test_weights_of_one_row_that_have_room_wait_in_registers() -> None:
