@@ -66,13 +66,13 @@ def prefill(
 
 
 def gated_linear(
-    dtype: torch.dtype, has_bias: bool, width: int = 128, divided: bool = True
+    dtype: torch.dtype, has_bias: bool, width: int = 128, groups: int = 2, divided: bool = True
 ) -> None:
     """Gate and up, perhaps of rows whose norm is left to be divided."""
     x, weight = undivided(300, 256, dtype), torch.zeros(512, 256, dtype=dtype)
     assert linear.fits(x.values, weight)
     bias = weight[:, 0].contiguous() if has_bias else None
-    linear.gated_linear(x.values if divided else x, weight, bias, width)
+    linear.gated_linear(x.values if divided else x, weight, bias, width, groups)
 
 
 def quick_gelu_linear(dtype: torch.dtype, has_bias: bool) -> None:
@@ -186,7 +186,8 @@ LAUNCHES: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "gated": (gated_linear, (BFLOAT16, False)),
     "gated-bias": (gated_linear, (FLOAT16, True)),
     "gated-narrow": (gated_linear, (BFLOAT16, False, 64)),
-    "gated-undivided": (gated_linear, (BFLOAT16, True, 64, False)),
+    "gated-undivided": (gated_linear, (BFLOAT16, True, 64, 2, False)),
+    "gated-three": (gated_linear, (BFLOAT16, False, 64, 3)),
     "quick-gelu": (quick_gelu_linear, (BFLOAT16, False)),
     "quick-gelu-bias": (quick_gelu_linear, (BFLOAT16, True)),
     "codes-gated-1": (codes_linear, (1, "gated", BFLOAT16)),

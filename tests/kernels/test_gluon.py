@@ -279,28 +279,31 @@ def rounded_once(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "has_bias", "columns"), [(torch.bfloat16, True, 64), (torch.float16, False, 128)]
+    ("dtype", "has_bias", "columns", "warp_groups"),
+    [(torch.bfloat16, True, 64, 3), (torch.float16, False, 128, 2)],
 )
 def test_gate_and_up_are_tried_on_a_case_that_torch_solves(
     dtype: torch.dtype,
     has_bias: bool,
     columns: int,
+    warp_groups: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tried = Tried("linear", tmp_path, monkeypatch)
+    tile = columns, warp_groups
 
-    def right(x: Tensor, weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
+    def right(x: Tensor, weight: Tensor, bias: Tensor | None, *given: int) -> Tensor:
         assert (bias is not None) == has_bias
-        assert width == columns
+        assert given == tile
         return silu_and_mul(rounded_once(x, weight, bias))
 
-    def leaves_the_last_row(x: Tensor, weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
-        out = right(x, weight, bias, width)
+    def leaves_the_last_row(x: Tensor, weight: Tensor, bias: Tensor | None, *given: int) -> Tensor:
+        out = right(x, weight, bias, *given)
         out[-1] = 0
         return out
 
-    given = (torch.empty((1, 64), dtype=dtype), has_bias, True, columns)
+    given = (torch.empty((1, 64), dtype=dtype), has_bias, True, *tile)
     assert tried.trusts("gated_linear", right, *given)
     assert not tried.trusts("gated_linear", leaves_the_last_row, *given)
 
@@ -542,7 +545,7 @@ def test_hoppers_own_kernels_pass_their_trials(
         *((attention, (like(6, width), 3, 64, True, 2)) for width in (72, 80, 96, 192, 256)),
         *((linear, (like(1, 64)[0], *kind)) for kind in product((False, True), repeat=2)),
         *((linear, (like(1, 64)[0], has_bias, True, 64)) for has_bias in (False, True)),
-        *((linear, (undivided, False, True, width)) for width in (64, 128)),
+        *((linear, (undivided, False, True, *tile)) for tile in ((64, 2), (64, 3), (128, 2))),
         *((codes, (like(1, 4096)[0], weight, tile, ending)) for ending in ENDINGS),
         *(
             (blocks, (like(rows, 4096)[0], weight, few_of(rows, weight), ending))
@@ -585,7 +588,7 @@ EACH_KIND = (
 )
 MORE_FORMS = (
     *("8B", "0.5B", "1B-long", "heads-80", "heads-256", "quick-gelu-bias", "codes-gated-32"),
-    *("codes-stored-32", "products-17", "gated-undivided"),
+    *("codes-stored-32", "products-17", "gated-undivided", "gated-three"),
     *(
         "blocks-gated-8",
         "blocks-added-4",

@@ -475,7 +475,7 @@ def hopper() -> ModuleType:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize("width", [None, 64, 128])
+@pytest.mark.parametrize("sizes", [(), (64, 2), (64, 3), (128, 2)])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
@@ -492,20 +492,17 @@ def test_activated_linear_on_hopper(
     k: int,
     dtype: torch.dtype,
     with_bias: bool,
-    width: int | None,
+    sizes: tuple[int, ...],
     hopper: ModuleType,
 ) -> None:
-    """By tiles of so many columns if it is gated."""
+    """By tiles of so many columns, and so many warp groups, if it is gated."""
     x, weight, bias = case(rows, n, k, dtype, "cuda")
     assert hopper.fits(x, weight)
     given = x, weight, bias if with_bias else None
-    if width is None:
-        op, sizes = hopper.quick_gelu_linear, ()
-    else:
-        op, sizes = hopper.gated_linear, (width,)
+    op = hopper.gated_linear if sizes else hopper.quick_gelu_linear
     got = op(*given, *sizes)
-    expected = torch.cat([formula(part, *given[1:], width is not None) for part in x.split(1024)])
-    if width is None:
+    expected = torch.cat([formula(part, *given[1:], bool(sizes)) for part in x.split(1024)])
+    if not sizes:
         expected = activated(expected, "quick_gelu", False)
     assert error(got, expected) < TOLERANCE[dtype]
     assert torch.equal(op(*given, *sizes), got)
@@ -514,13 +511,14 @@ def test_activated_linear_on_hopper(
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("sizes", [(64, 2), (64, 3), (128, 2)])
 @pytest.mark.parametrize(
     ("rows", "n", "k", "parts"), [(96, 9728, 896, 28), (128, 9728, 896, 14), (300, 2000, 192, 1)]
 )
 def test_gated_linear_on_hopper_makes_up_for_a_division(
-    rows: int, n: int, k: int, parts: int, width: int, with_bias: bool, hopper: ModuleType
-) -> None:
+    rows: int, n: int, k: int, parts: int, sizes: tuple[int, int], with_bias: bool,
+    hopper: ModuleType,
+) -> None:  # fmt: skip
     x, weight, bias = case(rows, n, k, torch.bfloat16, "cuda")
     squares = torch.rand(rows, parts, device="cuda") * 4 * k / parts
     given = DeferredRMSNorm(x, squares, 1e-6), weight, bias if with_bias else None
@@ -529,9 +527,9 @@ def test_gated_linear_on_hopper_makes_up_for_a_division(
     if with_bias:
         product += bias.double()
     gate, up = product.chunk(2, -1)
-    got = hopper.gated_linear(*given, width)
+    got = hopper.gated_linear(*given, *sizes)
     assert error(got, gate * gate.sigmoid() * up) < TOLERANCE[torch.bfloat16]
-    assert hopper.is_trusted(given[0], with_bias, True, width)
+    assert hopper.is_trusted(given[0], with_bias, True, *sizes)
 
 
 @pytest.mark.gpu
@@ -596,8 +594,8 @@ def test_gated_linear_on_hopper_leaves_what_it_does_not_fit(hopper: ModuleType) 
         (28672, 4096, (96, 128, 256, 1024, 4096, 8192), (0, 1, 64, 192, 512, 1536)),
         (37888, 3584, (8192,), (128, 256, 512)),
         (17920, 1536, (128, 8192), (256,)),
-        (9728, 896, (96, 128, 256, 1024, 2048, 4096, 8192), (95, 192, 512)),
-        (8192, 896, (), (96, 128)),
+        (9728, 896, (96, 128, 129, 192, 256, 1024, 2048, 4096, 8192), (95, 193, 512)),
+        (8192, 896, (), (96, 128, 192)),
         (16384, 2048, (96, 100, 128), (64, 65, 95, 129, 200)),
         (11264, 2048, (100,), (80, 200)),
         (9728, 2560, (), (100,)),
@@ -631,8 +629,15 @@ def test_gate_and_up_of_few_columns_are_narrow_where_no_division_is_launched() -
     for rows in (96, 100, 128):
         assert tiles.gated_width(rows, 9728, 896, 132) == 64
         assert tiles.choose_tile(rows, 9728, 896, True, HOPPER) is not None
-    assert [tiles.gated_width(rows, 9728, 896, 132) for rows in (65, 95, 129, 256)] == [128] * 4
+    assert [tiles.gated_width(rows, 9728, 896, 132) for rows in (65, 95, 193, 256)] == [128] * 4
     assert tiles.gated_width(128, 8192, 896, 132) == 128
+
+
+def test_three_warp_groups_multiply_gate_and_up_where_their_tiles_have_all_rows() -> None:
+    for rows, groups in ((128, 2), (129, 3), (192, 3), (193, 2)):
+        assert tiles.gated_groups(rows, 9728, 896, 132) == groups
+        assert tiles.gated_groups(rows, 16384, 2048, 132) == 2
+    assert tiles.gated_width(160, 9728, 896, 132) == 64
 
 
 def test_most_multiprocessors_have_a_program_of_the_tile_of_gate_and_up() -> None:

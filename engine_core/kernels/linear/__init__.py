@@ -106,7 +106,7 @@ def linear(
 
         rows = _as_matrix(x)
         if gated:
-            out = hopper.gated_linear(rows, weight, bias, _gated_width(values, weight))
+            out = hopper.gated_linear(rows, weight, bias, *_gated_tile(values, weight))
         else:
             out = hopper.quick_gelu_linear(rows, weight, bias)
         return out.view(*values.shape[:-1], out.shape[-1])
@@ -559,8 +559,8 @@ def _hopper_wins(
 
     if not hopper.fits(values.view(-1, k), weight):
         return False
-    width = _gated_width(values, weight) if gated else hopper.WIDE
-    return hopper.is_trusted(_as_matrix(x), bias is not None, gated, width)
+    tile = _gated_tile(values, weight) if gated else ()
+    return hopper.is_trusted(_as_matrix(x), bias is not None, gated, *tile)
 
 
 def _as_matrix(x: Any) -> Any:
@@ -570,12 +570,13 @@ def _as_matrix(x: Any) -> Any:
     return x.view(-1, x.shape[-1])
 
 
-def _gated_width(x: Tensor, weight: Tensor) -> int:
-    """Columns of a tile of the kernel for Hopper."""
+def _gated_tile(x: Tensor, weight: Tensor) -> tuple[int, int]:
+    """Columns of a tile of the kernel for Hopper, and the warp groups that multiply it."""
     gpu = gpu_of(x.device)
     assert gpu is not None, "it is for a kind of GPU"
     n, k = weight.shape
-    return tiles.gated_width(x.numel() // k, n, k, gpu.num_multiprocessors)
+    given = (x.numel() // k, n, k, gpu.num_multiprocessors)
+    return tiles.gated_width(*given), tiles.gated_groups(*given)
 
 
 def _cublas_activates(x: Tensor, weight: Tensor) -> bool:

@@ -661,9 +661,25 @@ def gated_width(rows: int, n: int, k: int, programs: int) -> int:
     9728x896, ms with the portable kernel and with tiles of 64: 96 rows 1.164, 1.143; 128 rows
     1.346, 1.326.
     """
+    if gated_groups(rows, n, k, programs) == 3:
+        return 64
     share = _UNDIVIDED_SHARE if k < 1024 else _NARROW_SHARE
     one_turn = share * programs <= -(-n // 128) <= programs
     return 64 if 96 <= rows <= 128 and k <= _MOST_NARROW_K and one_turn else 128
+
+
+# Rows for which three warp groups multiply a tile of 64 columns.
+_THREE_GROUPS = range(129, 193)
+
+
+def gated_groups(rows: int, n: int, k: int, programs: int) -> int:
+    """Warp groups that multiply a tile of Hopper's gate and up, each 64 rows: 2 or 3.
+
+    Three where one tile then has all rows, of a weight of few columns: of more, tiles of so few
+    wait for the L2 cache.
+    """
+    one_turn = _UNDIVIDED_SHARE * programs <= -(-n // 128) <= programs
+    return 3 if rows in _THREE_GROUPS and k < 1024 and one_turn else 2
 
 
 def hopper_wins(rows: int, n: int, k: int, programs: int, *, gated: bool = True) -> bool:

@@ -1,9 +1,9 @@
 """Activated linears of many rows on Hopper, in Gluon, which is Triton's language below the tile.
 
-One warp brings tiles to shared memory with the tensor memory accelerator, and two warp groups
-multiply, each 64 rows of a tile; of a gated linear half of its columns are the gate's, half those
-of up. Programs stay on their multiprocessor and take tiles in turn: the loads of the next begin
-while this one's results are stored.
+One warp brings tiles to shared memory with the tensor memory accelerator, and two or three warp
+groups multiply, each 64 rows of a tile; of a gated linear half of its columns are the gate's, half
+those of up. Programs stay on their multiprocessor and take tiles in turn: the loads of the next
+begin while this one's results are stored.
 """
 
 from __future__ import annotations
@@ -44,21 +44,24 @@ _UNGATED = Family("linears with a quick GELU", "The activation is a launch of it
 # Rows of a warp group, and a step of K, which is the 128 bytes of the widest swizzle.
 _ROWS = gl.constexpr(64)
 _STEP = gl.constexpr(64)
-# Steps in flight, which take 192 KiB of shared memory, by half the rows of the weight in a tile.
-_STAGES = {128: 4, 64: 6}
+# Steps in flight, which take 192 or 200 KiB of shared memory, by half the rows of the weight in a
+# tile and by warp groups that multiply.
+_STAGES = {(128, 2): 4, (64, 2): 6, (64, 3): 5}
 WIDE = 128
 # Tiles of rows that share the tiles of the weight that they meet in the L2 cache.
 _ROW_TILES = gl.constexpr(8)
 
 
 @gluon.jit
-def _place(tile, row_tiles, col_tiles, WIDTH: gl.constexpr, GATED: gl.constexpr):
+def _place(
+    tile, row_tiles, col_tiles, GROUPS: gl.constexpr, WIDTH: gl.constexpr, GATED: gl.constexpr
+):
     """Where a tile's rows and columns begin."""
     COLS: gl.constexpr = WIDTH if GATED else 2 * WIDTH
     of_group = _ROW_TILES * col_tiles
     first = tile // of_group * _ROW_TILES
     size = gl.minimum(row_tiles - first, _ROW_TILES)
-    return (first + tile % of_group % size) * (2 * _ROWS), tile % of_group // size * COLS
+    return (first + tile % of_group % size) * (GROUPS * _ROWS), tile % of_group // size * COLS
 
 
 @gluon.jit
@@ -88,11 +91,12 @@ def _load(
 ):
     """The warp that loads."""
     STAGES: gl.constexpr = weight_smem.shape[0]
-    BYTES: gl.constexpr = (2 * _ROWS + 2 * WIDTH) * _STEP * 2
+    GROUPS: gl.constexpr = x_smem.shape[0] // STAGES
+    BYTES: gl.constexpr = (GROUPS * _ROWS + 2 * WIDTH) * _STEP * 2
     swizzle: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     boxes = reinterpret(weight_smem, weight_desc.dtype, [STAGES * 2, WIDTH, _STEP], swizzle)
     # The weight is older than all kernels: its first tiles do not wait for x.
-    _, col = _place(gl.program_id(0), row_tiles, col_tiles, WIDTH, GATED)
+    _, col = _place(gl.program_id(0), row_tiles, col_tiles, GROUPS, WIDTH, GATED)
     preloaded = gl.minimum(steps, STAGES)
     for stage in range(preloaded):
         mbarrier.expect(full.index(stage), BYTES)
@@ -100,7 +104,7 @@ def _load(
     wait(PDL)
     loaded = 0
     for tile in range(gl.program_id(0), row_tiles * col_tiles, gl.num_programs(0)):
-        row, col = _place(tile, row_tiles, col_tiles, WIDTH, GATED)
+        row, col = _place(tile, row_tiles, col_tiles, GROUPS, WIDTH, GATED)
         for step in range(steps):
             stage = loaded % STAGES
             barrier = full.index(stage)
@@ -108,8 +112,8 @@ def _load(
                 mbarrier.wait(empty.index(stage), (loaded // STAGES & 1) ^ 1)
                 mbarrier.expect(barrier, BYTES)
                 _load_weight(weight_desc, boxes, barrier, stage, col, step * _STEP, N, GATED)
-            for group in gl.static_range(2):
-                place = x_smem.index(stage * 2 + group)
+            for group in gl.static_range(GROUPS):
+                place = x_smem.index(stage * GROUPS + group)
                 coordinates = [row + group * _ROWS, step * _STEP]
                 tma_load(x_desc, coordinates, barrier, place)
             loaded += 1
@@ -223,13 +227,14 @@ def _multiply(
     SQUARES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """A warp group that multiplies: the first or second half of a tile's rows."""
+    """A warp group that multiplies 64 of a tile's rows."""
     STAGES: gl.constexpr = weight_smem.shape[0]
+    GROUPS: gl.constexpr = x_smem.shape[0] // STAGES
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * WIDTH, 16])
     wait(PDL)
     used = 0
     for tile in range(gl.program_id(0), row_tiles * col_tiles, gl.num_programs(0)):
-        row, col = _place(tile, row_tiles, col_tiles, WIDTH, GATED)
+        row, col = _place(tile, row_tiles, col_tiles, GROUPS, WIDTH, GATED)
         acc = gl.zeros([_ROWS, 2 * WIDTH], gl.float32, ACC)
         if SQUARES:
             first = row + GROUP * _ROWS
@@ -237,7 +242,7 @@ def _multiply(
         for step in range(steps):
             stage = used % STAGES
             mbarrier.wait(full.index(stage), used // STAGES & 1)
-            x = x_smem.index(stage * 2 + GROUP)
+            x = x_smem.index(stage * GROUPS + GROUP)
             weight = weight_smem.index(stage).permute((1, 0))
             acc = warpgroup_mma(x, weight, acc, is_async=True)
             # The next product is begun before this one is complete.
@@ -274,13 +279,14 @@ def _linear_kernel(
     steps,
     N,
     WIDTH: gl.constexpr,
+    GROUPS: gl.constexpr,
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     SQUARES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Tiles of 2 * _ROWS rows by WIDTH of N columns; the weight has rows of the gate, then up.
+    """Tiles of GROUPS * _ROWS rows by WIDTH of N columns; the weight has rows of the gate, then up.
 
     By twice as many columns if it is not gated, whose activation is a quick GELU. With SQUARES, x
     still lacks RMSNorm's division, which is made up for after the products.
@@ -289,34 +295,64 @@ def _linear_kernel(
     element: gl.constexpr = x_desc.dtype
     swizzle: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     single: gl.constexpr = mbarrier.MBarrierLayout()
-    x_smem = gl.allocate_shared_memory(element, [STAGES * 2, _ROWS, _STEP], swizzle)
+    x_smem = gl.allocate_shared_memory(element, [STAGES * GROUPS, _ROWS, _STEP], swizzle)
     weight_smem = gl.allocate_shared_memory(element, [STAGES, 2 * WIDTH, _STEP], swizzle)
-    out_smem = gl.allocate_shared_memory(element, [4, _ROWS, WIDTH // 2], out_desc.layout)
+    out_smem = gl.allocate_shared_memory(element, [2 * GROUPS, _ROWS, WIDTH // 2], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], single)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], single)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=GROUPS)
     fence_async_shared()
-    # Registers of a thread: 2 * 128 * 232 + 128 * 40 fit a multiprocessor's 65536.
-    gl.warp_specialize(
-        [
-            (_multiply, (
-                0, out_desc, bias_ptr, squares_ptr, eps, num_rows, x_smem, weight_smem, out_smem,
-                full, empty, row_tiles, col_tiles, steps, N, WIDTH, GATED, HAS_BIAS, SQUARES, PDL,
-            )),
-            (_multiply, (
-                1, out_desc, bias_ptr, squares_ptr, eps, num_rows, x_smem, weight_smem, out_smem,
-                full, empty, row_tiles, col_tiles, steps, N, WIDTH, GATED, HAS_BIAS, SQUARES, PDL,
-            )),
-            (_load, (
-                x_desc, weight_desc, x_smem, weight_smem, full, empty, row_tiles, col_tiles, steps,
-                N, WIDTH, GATED, PDL,
-            )),
-        ],
-        [4, 1],
-        [232, 40],
-    )  # fmt: skip
+    if GROUPS == 3:
+        # Registers of a thread: 3 * 128 * 152 + 128 * 40 fit a multiprocessor's 65536.
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    0, out_desc, bias_ptr, squares_ptr, eps, num_rows, x_smem, weight_smem,
+                    out_smem, full, empty, row_tiles, col_tiles, steps, N, WIDTH, GATED, HAS_BIAS,
+                    SQUARES, PDL,
+                )),
+                (_multiply, (
+                    1, out_desc, bias_ptr, squares_ptr, eps, num_rows, x_smem, weight_smem,
+                    out_smem, full, empty, row_tiles, col_tiles, steps, N, WIDTH, GATED, HAS_BIAS,
+                    SQUARES, PDL,
+                )),
+                (_multiply, (
+                    2, out_desc, bias_ptr, squares_ptr, eps, num_rows, x_smem, weight_smem,
+                    out_smem, full, empty, row_tiles, col_tiles, steps, N, WIDTH, GATED, HAS_BIAS,
+                    SQUARES, PDL,
+                )),
+                (_load, (
+                    x_desc, weight_desc, x_smem, weight_smem, full, empty, row_tiles, col_tiles,
+                    steps, N, WIDTH, GATED, PDL,
+                )),
+            ],
+            [4, 4, 1],
+            [152, 152, 40],
+        )  # fmt: skip
+    else:
+        # 2 * 128 * 232 + 128 * 40 fit them.
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    0, out_desc, bias_ptr, squares_ptr, eps, num_rows, x_smem, weight_smem,
+                    out_smem, full, empty, row_tiles, col_tiles, steps, N, WIDTH, GATED, HAS_BIAS,
+                    SQUARES, PDL,
+                )),
+                (_multiply, (
+                    1, out_desc, bias_ptr, squares_ptr, eps, num_rows, x_smem, weight_smem,
+                    out_smem, full, empty, row_tiles, col_tiles, steps, N, WIDTH, GATED, HAS_BIAS,
+                    SQUARES, PDL,
+                )),
+                (_load, (
+                    x_desc, weight_desc, x_smem, weight_smem, full, empty, row_tiles, col_tiles,
+                    steps, N, WIDTH, GATED, PDL,
+                )),
+            ],
+            [4, 1],
+            [232, 40],
+        )  # fmt: skip
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
@@ -334,17 +370,21 @@ def fits(x: Tensor, weight: Tensor) -> bool:
 
 
 def is_trusted(
-    x: Tensor | DeferredRMSNorm, has_bias: bool, gated: bool = True, width: int = WIDE
+    x: Tensor | DeferredRMSNorm,
+    has_bias: bool,
+    gated: bool = True,
+    width: int = WIDE,
+    groups: int = 2,
 ) -> bool:
     """Whether a kernel may be used for such rows; it may be tried for that."""
     values, squares, _ = taken_apart(x)
     parts = 0 if squares is None else squares.shape[1]
-    family, kind = _FAMILY if gated else _UNGATED, (values.dtype, has_bias, width, parts)
-    trial = functools.partial(_trial, values, has_bias, gated, width, parts)
+    family, kind = _FAMILY if gated else _UNGATED, (values.dtype, has_bias, width, parts, groups)
+    trial = functools.partial(_trial, values, has_bias, gated, parts, width, groups)
     return family.allows(values.device, kind, trial)
 
 
-def _trial(like: Tensor, has_bias: bool, gated: bool, width: int, parts: int) -> Trial:
+def _trial(like: Tensor, has_bias: bool, gated: bool, parts: int, width: int, groups: int) -> Trial:
     """More tiles than programs, the last of which end early.
 
     If there are ``parts`` of squares, they are those of rows half as large as x.
@@ -372,35 +412,45 @@ def _trial(like: Tensor, has_bias: bool, gated: bool, width: int, parts: int) ->
     if not gated:
         return Trial(lambda: quick_gelu_linear(x, *rest), reference.quick_gelu(product))
     gate, up = product.chunk(2, -1)
-    return Trial(lambda: gated_linear(given, *rest, width), F.silu(gate) * up)
+    return Trial(lambda: gated_linear(given, *rest, width, groups), F.silu(gate) * up)
 
 
 def gated_linear(
-    x: Tensor | DeferredRMSNorm, weight: Tensor, bias: Tensor | None, width: int = WIDE
+    x: Tensor | DeferredRMSNorm,
+    weight: Tensor,
+    bias: Tensor | None,
+    width: int = WIDE,
+    groups: int = 2,
 ) -> Tensor:
     """silu_and_mul of ``x [M, K]`` by ``weight [2 N, K]``: ``[M, N]``.
 
-    x may lack an RMSNorm's division, which is made up for, with contiguous squares.
-    A tile has ``width`` columns of N, 64 or 128. What :func:`fits` asks of x and the weight holds,
-    and there are rows. Nothing that is still running writes the weight: it is read before the
-    kernels before are waited for.
+    x may lack an RMSNorm's division, which is made up for, with contiguous squares. A tile has
+    ``width`` columns of N, 64 or 128, and 64 rows of each of ``groups``, 2 or, by 64 columns, 3.
+    What :func:`fits` asks of x and the weight holds, and there are rows. Nothing that is still
+    running writes the weight: it is read before the kernels before are waited for.
     """
-    return _launch(x, weight, bias, width, gated=True)
+    return _launch(x, weight, bias, width, groups, gated=True)
 
 
 def quick_gelu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """quick_gelu of ``x [M, K]`` by ``weight [N, K]``: ``[M, N]``; as :func:`gated_linear`."""
-    return _launch(x, weight, bias, WIDE, gated=False)
+    return _launch(x, weight, bias, WIDE, 2, gated=False)
 
 
 def _launch(
-    given: Tensor | DeferredRMSNorm, weight: Tensor, bias: Tensor | None, width: int, *, gated: bool
+    given: Tensor | DeferredRMSNorm,
+    weight: Tensor,
+    bias: Tensor | None,
+    width: int,
+    groups: int,
+    *,
+    gated: bool,
 ) -> Tensor:
     x, squares, eps = taken_apart(given)
     rows, k = x.shape
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
-    row_tiles = triton.cdiv(rows, 2 * _ROWS.value)
+    row_tiles = triton.cdiv(rows, groups * _ROWS.value)
     col_tiles = triton.cdiv(weight.shape[0], 2 * width)
     swizzle = gl.NVMMASharedLayout(128, 16, rank=2)
     panel = gl.NVMMASharedLayout(width, 16, rank=2)
@@ -417,7 +467,8 @@ def _launch(
         k // _STEP.value,
         n,
         WIDTH=width,
-        STAGES=_STAGES[width],
+        GROUPS=groups,
+        STAGES=_STAGES[width, groups],
         GATED=gated,
         HAS_BIAS=bias is not None,
         SQUARES=0 if squares is None else squares.shape[1],
