@@ -31,7 +31,16 @@ from engine_core.nn.distributed import is_rehearsing, without_ranks
 from engine_core.plugin_code import described
 from engine_core.runtime import rank_memory
 from engine_core.runtime.absent import absent_gpu
-from engine_core.runtime.ahead import Compilers, Need, Part, recording, target_of
+from engine_core.runtime.ahead import (
+    Compilers,
+    Need,
+    Part,
+    Variant,
+    packed,
+    parts_of,
+    recording,
+    target_of,
+)
 from engine_core.runtime.capture import Agreement, Capturer, Graph
 from engine_core.runtime.compiles import MEMORY, START, Compiles, name_of
 from engine_core.runtime.executor import Executor
@@ -297,16 +306,32 @@ def live(given: int, told: int) -> NoReturn:
         events.write(json.dumps(event) + "\n")
 
     compilers = Compilers(task.processes)
+    loads = task.config.num_ranks == 1  # ranks are other processes than who waits
+    there: set[str] = set()
+    # What can be loaded once all these are there, by its key.
+    unloaded: dict[str, tuple[str, set[str]]] = {}
+
+    def is_there(*keys: str) -> None:
+        there.update(keys)
+        for key, (text, missing) in list(unloaded.items()):
+            if missing <= there:
+                tell(load=text)
+                del unloaded[key]
 
     def compiled(*, wait: bool = False) -> None:
         for end in compilers.poll(wait=wait):
             # One that failed says why where it is launched.
             tell(compiled=end.part.key)
+            if end.error is None:
+                is_there(end.part.key)
 
     def note(part: Part, need: Need) -> None:
         known = compilers.knows(part)
+        if loads and not known and isinstance(part, Variant) and (text := packed(part)):
+            unloaded[part.key] = text, {each.key for each in parts_of(part)}
         if not known and not compilers.add(part, need):
             tell(compiled=part.key)
+            is_there(part.key)
         compiled()
 
     try:

@@ -12,7 +12,9 @@ from __future__ import annotations
 import fcntl
 import functools
 import hashlib
+import io
 import os
+import pickle
 import select
 import shutil
 import subprocess
@@ -22,8 +24,9 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
@@ -72,6 +75,49 @@ def target_of(capability: tuple[int, int]) -> GPUTarget:
 
 
 @dataclass(frozen=True, slots=True)
+class Launch:
+    """All that Triton compiles a variant by in a launch, so that it can be loaded without one.
+
+    Attributes:
+        function: the kernel.
+        key: by which launches look for what they have loaded.
+        signature: types of the arguments.
+        constants: arguments that are compiled in.
+        options: for the compiler.
+        attributes: alignments of the arguments.
+    """
+
+    function: JITFunction[Any]
+    key: Any
+    signature: Any
+    constants: Any
+    options: dict[str, Any]
+    attributes: Any
+
+    def load(self) -> None:
+        """Load the variant from Triton's cache onto the current GPU, unless it was before.
+
+        Raises:
+            Exception: whatever Triton, or the GPU's driver, says.
+        """
+        device = driver.active.get_current_device()
+        kernels, _, _, backend, *_ = self.function.device_caches[device]
+        if self.key in kernels:
+            return
+        kernel = self.function._do_compile(
+            self.key,
+            self.signature,
+            device,
+            self.constants,
+            backend.parse_options(dict(self.options)),
+            self.attributes,
+            warmup=False,
+        )
+        # Else its first launch would: where the device is at work that may wait for it.
+        kernel._init_handles()
+
+
+@dataclass(frozen=True, slots=True)
 class Variant:
     """A kernel with the types, constants and alignments that it is compiled for.
 
@@ -81,6 +127,7 @@ class Variant:
         source: what Triton compiles.
         options: for the compiler.
         target: the kind of GPU.
+        launch: what a launch of it asks Triton for; None if it was not launched.
     """
 
     name: str
@@ -88,6 +135,7 @@ class Variant:
     source: Any
     options: dict[str, Any]
     target: GPUTarget
+    launch: Launch | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, source: Any, options: dict[str, Any], target: GPUTarget) -> Variant:
@@ -192,6 +240,45 @@ def parts_of(variant: Variant, release: str = triton_release) -> list[Part]:
     return [_loader(), _launcher(variant), variant] if has_modules else [variant]
 
 
+class _Pickler(pickle.Pickler):
+    """Writes a kernel as its name: it is the one, or an argument that another is compiled with."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, JITFunction):
+            return _kernel, (obj.fn.__module__, obj.fn.__qualname__)
+        return NotImplemented
+
+
+def _kernel(module: str, name: str) -> JITFunction[Any]:
+    """The kernel of this name."""
+    found = getattr(import_module(module), name)
+    if not isinstance(found, JITFunction):
+        raise TypeError(f"{module}.{name} is no kernel by itself but {type(found).__name__}")
+    return found
+
+
+def packed(variant: Variant) -> str | None:
+    """What :func:`load` takes, as a line of text; None if it has none."""
+    if variant.launch is None:
+        return None
+    file = io.BytesIO()
+    try:
+        _Pickler(file).dump(variant.launch)
+    except Exception:  # an argument that it is compiled with may be anything
+        return None
+    return file.getvalue().hex()
+
+
+def load(text: str) -> None:
+    """Load a variant that :func:`packed` gave, from Triton's cache onto the current GPU.
+
+    Raises:
+        Exception: as of :meth:`Launch.load`.
+    """
+    launch: Launch = pickle.loads(bytes.fromhex(text))
+    launch.load()
+
+
 def is_kept(key: str, file: str) -> bool:
     """Whether the entry ``key`` of Triton's cache is there, with its last ``file``."""
     cache = get_cache_manager(key)
@@ -261,6 +348,8 @@ def recording(target: GPUTarget, note: Callable[[Part], None]) -> Iterator[None]
         del warmup
         source = self.ASTSource(self, signature, constexprs, attrs)
         variant = Variant.of(source, options.__dict__, target)
+        given = dict(options.__dict__)
+        variant = replace(variant, launch=Launch(self, key, signature, constexprs, given, attrs))
         touched.add(self)
         parts = parts_of(variant)
 
@@ -455,10 +544,13 @@ def _lock(part: Part) -> None:
 __all__ = [
     "Compiled",
     "Compilers",
+    "Launch",
     "Module",
     "Need",
     "Part",
     "Variant",
+    "load",
+    "packed",
     "parts_of",
     "recording",
     "target_of",

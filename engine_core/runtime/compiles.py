@@ -9,9 +9,11 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import IO, Any, Protocol
 
+from engine_core.plugin_code import described
 from engine_core.runtime.capture import Capturer
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,13 @@ class Compiles:
     def wait(self, step: Any) -> None:
         """Return once the step's kernels need no compile, or nobody compiles them any more."""
         self.ready(step, float("inf"))
+
+    def load_next(self) -> bool:
+        """Load a kernel that was compiled, before a step launches it; False if there is none now.
+
+        It takes some 10 ms, and where the device is at work as long as that.
+        """
+        return False
 
     def loaded(self, model: Any) -> None:
         """Take notice that the model has its weights; no step was run yet."""
@@ -111,7 +120,9 @@ class CompileProcess(Compiles):
     """A process that finds out what steps launch, and has it compiled by others.
 
     It writes a line for each event, an object of JSON: ``recorded`` names a step, with the
-    ``kernels`` that it needs; ``compiled`` names one of these; ``ended`` or ``failed`` is the last.
+    ``kernels`` that it needs; ``compiled`` names one of these; ``load`` has a variant that can be
+    loaded, as :func:`~engine_core.runtime.ahead.load` takes it; ``ended`` or ``failed`` is the
+    last.
     """
 
     def __init__(
@@ -129,6 +140,7 @@ class CompileProcess(Compiles):
         self._changed = threading.Condition()
         self._kernels: dict[str, list[str]] = {}
         self._compiled: set[str] = set()
+        self._unloaded: deque[str] = deque()
         self._ended: dict[str, Any] | None = None
         self._closed = False
         self._begin = self._heard = time.monotonic()
@@ -161,6 +173,25 @@ class CompileProcess(Compiles):
                     return False
                 else:
                     self._changed.wait(min(until - now, patience))
+        return True
+
+    def wait(self, step: Any) -> None:
+        """See :class:`Compiles`. Meanwhile kernels are loaded that are there."""
+        while not self.ready(step):
+            if not self.load_next():
+                self.ready(step, PATIENCE)
+
+    def load_next(self) -> bool:
+        """See :class:`Compiles`."""
+        if not self._unloaded:
+            return False
+        from engine_core.runtime import ahead
+
+        try:
+            ahead.load(self._unloaded.popleft())
+        except Exception as error:
+            # Its first launch will load it, or say why it cannot.
+            logger.info("a kernel is not loaded ahead: %s", described(error))
         return True
 
     def close(self) -> None:
@@ -196,6 +227,8 @@ class CompileProcess(Compiles):
                         self._kernels[event["recorded"]] = event["kernels"]
                     elif "compiled" in event:
                         self._compiled.add(event["compiled"])
+                    elif "load" in event:
+                        self._unloaded.append(event["load"])
                     else:
                         ended = event
                     self._changed.notify_all()

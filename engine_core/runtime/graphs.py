@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -139,9 +139,12 @@ class GraphState:
         """Whether a step that has something in its place does not wait for the capture of its own.
 
         Few requests wait for a capture so, and none for two in a row: there are so many steps
-        between them. Offline none is spared: equal calls have equal steps.
+        between them. Where that many were, it loads a kernel in its place, if one was compiled.
+        Offline none is spared: equal calls have equal steps.
         """
-        return self.since_capture is not None and self.since_capture < apart
+        if self.since_capture is None:
+            return False
+        return self.since_capture < apart or self.compiles.load_next()
 
     @property
     def runs_quickly(self) -> bool:
@@ -290,8 +293,9 @@ class _Graphs(ABC):
     def capture_next(self, *, part: bool = False) -> bool:
         """Capture one more step that is likely to be needed.
 
-        ``part`` says to do half of it, if there is one rank: to run the step, and by the next call
-        to capture it. Either takes some 50 ms of a large model, beside which a request may come.
+        ``part`` says to do a part of it, if there is one rank: to load a kernel that was compiled,
+        or to run the step, and by the next call to capture it. Either of the last two takes some 50
+        ms of a large model, beside which a request may come.
 
         Returns:
             False if there is none left, or too little memory, or one could not be captured. True
@@ -300,6 +304,10 @@ class _Graphs(ABC):
         """
         if self._state.since_capture is None:
             self._state.since_capture = _APART  # who may be idle has others that wait
+        if part and self._state.compiles.load_next():
+            # To run a step that launches several for the first time would take as long as all.
+            self._state.compiles.late += 1
+            return True
         key = self._next()
         if self._awaits_kernels(key):
             self._state.compiles.late += 1
@@ -537,19 +545,33 @@ class DecodeGraphs(_Graphs):
             return self._offer_adjusted(keys)
         if any(key in self._graphs for key in keys):
             return choice
-        return choice if self._may_capture(keys[0]) else None
+        return choice if self._may_capture(keys[0], count) else None
 
-    def _may_capture(self, key: GraphKey) -> bool:
+    def chooses(self, count: int | None) -> bool:
+        """Whether the kernels that choose randomly by logits need no compile.
+
+        ``count`` is how many rows choose by logits that nothing adjusts; None if something does.
+        """
+        compiles = self._state.compiles
+        if compiles.ready(self._others):
+            return True
+        if count is None:
+            return False
+        # A captured step of fewer rows has the same: there are others from some of its sizes on.
+        fewer = max(0, bisect_right(self._buckets, count) - 1)
+        return compiles.ready(self._keys[Choice.RANDOM][fewer])
+
+    def _may_capture(self, key: GraphKey, count: int | None) -> bool:
         """Whether a step of this key, whose choice may be made by logits, is captured by need.
 
-        Without kernels PyTorch chooses by logits. For many rows that takes longer in a few steps
-        than a capture, and a seed draws other tokens.
+        Without kernels for it, as ``count`` says to :meth:`chooses`, PyTorch chooses by logits. For
+        many rows that takes longer in a few steps than a capture, and a seed draws other tokens.
         """
         state = self._state
         if not state.compiles.ready(key):
             return False
         spared = state.spares_captures(_APART) and not state.deterministic
-        return not (spared and state.compiles.ready(self._others))
+        return not (spared and self.chooses(count))
 
     def _offer_adjusted(self, keys: Sequence[GraphKey]) -> Choice | None:
         """As :meth:`offer`; the keys are those of enough rows."""
@@ -565,7 +587,7 @@ class DecodeGraphs(_Graphs):
         if any(each in self._graphs for each in (keys if not self._complete else keys[:1])):
             return choice
         if not self._complete:
-            return choice if self._may_capture(key) else None
+            return choice if self._may_capture(key, None) else None
         if key not in self._expected:
             self._expected += (key,)
         return None

@@ -27,7 +27,6 @@ from engine_core.runtime.graphs import (
     GraphSteps,
     largest_step_bytes,
     launch_bound_tokens,
-    others_of,
 )
 from engine_core.runtime.guided import GrammarCompiler
 from engine_core.runtime.kv_cache import KVCache
@@ -62,6 +61,11 @@ _NOT_FINITE = RowError(ErrorCode.NOT_FINITE, "the model gave hidden states that 
 
 # Seconds after which a start looks again which of its first steps have their kernels.
 _LOOK_AGAIN = 0.005
+# Rows that choose greedily at once. On a GPU more may have a kernel of their own, and that of a
+# first token, which these have, is there from the start.
+_GREEDY_ROWS = 32
+# Types of logits.
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # Signed integers, by their bytes.
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -170,6 +174,7 @@ class ModelRunner:
         self.model = model
         self.device = device
         self._eos_token_ids = eos_token_ids
+        self._vocab_size = vocab_size
         rows = scheduler_config.max_num_seqs
         groups = plan.cache_config.groups
         longest = [-(-scheduler_config.max_model_len // group.block_size) for group in groups]
@@ -256,29 +261,38 @@ class ModelRunner:
             if capture_at_start and not forward.watched:
                 with torch.inference_mode():
                     kinds = self._graph_steps, self._decode_graphs
-                    self._left_at_start = self._capture_at_start(kinds, compiles)
+                    self._left_at_start = self._capture_at_start(kinds, compiles, self._load_choice)
         self._state_known = capture_at_start
         # How the last run went, and its tokens, padding included.
         self._ran: tuple[Way, int] = ("eager", 0)
 
     @staticmethod
     def _capture_at_start(
-        kinds: Sequence[DecodeGraphs | GraphSteps], compiles: Compiles
+        kinds: Sequence[DecodeGraphs | GraphSteps],
+        compiles: Compiles,
+        beside: Callable[[], None],
     ) -> Sequence[Iterator[object]]:
         """Capture what the first request needs, each step as soon as its kernels are compiled.
 
         Prompts come first: attention to them takes longest to compile. While kernels are still to
-        come a first token waits for no more.
+        come a first token waits for no more. Meanwhile ``beside`` is called, once, and kernels are
+        loaded that are there.
 
         Returns:
             What captures the rest.
         """
         started = [graphs.starts() for graphs in kinds]
         coming = {each: key for each in started if (key := next(each, None)) is not None}
+        called = False
         while coming:
             ready = (each for each, key in coming.items() if compiles.ready(key))
             each = next(ready, None)
             if each is None:
+                if compiles.load_next():
+                    continue
+                if not called:
+                    called = True
+                    beside()
                 compiles.ready([*coming.values()][-1], _LOOK_AGAIN)
             elif (key := next(each, None)) is None:
                 del coming[each]
@@ -288,9 +302,19 @@ class ModelRunner:
                 coming[each] = key
         return [*coming]
 
-    def _is_choice_compiled(self) -> bool:
-        """Whether kernels of random choice need no compile now, or nobody compiles them ahead."""
-        return self._decode_graphs is None or self._compiles.ready(others_of(DecodeGraphs))
+    def _is_choice_compiled(self, count: int | None) -> bool:
+        """Whether kernels of random choice need no compile now, or nobody compiles them ahead.
+
+        ``count`` is as of :meth:`DecodeGraphs.chooses`.
+        """
+        return self._decode_graphs is None or self._decode_graphs.chooses(count)
+
+    def _load_choice(self) -> None:
+        """Load what makes random choices until their kernels are compiled."""
+        dtypes = (param.dtype for param in self.model.parameters())
+        dtype = next((each for each in dtypes if each in _FLOATS), torch.float32)
+        if self._vocab_size is not None:
+            self._sampler.load_plain(self._vocab_size, dtype)
 
     @torch.inference_mode()
     def wait_for_prompts(self) -> None:
@@ -607,10 +631,14 @@ class ModelRunner:
         places = None
         if len(rows) < len(all_rows):
             places = [bisect_left(sampled, index) for index in range(len(all_rows))]
-        if choice is Choice.GREEDY and self.device.type == "cpu":
-            # Without the sampler, whose small calls weigh.
-            tokens, status = choose_greedy(logits)
-            self._sampler.last_tokens[torch.tensor(rows)] = tokens
+        if choice is Choice.GREEDY:
+            # Without the sampler, whose small calls weigh, and whose kernels may be missing.
+            most = len(rows) if self.device.type == "cpu" else _GREEDY_ROWS
+            parts = [choose_greedy(some) for some in logits.split(most)]
+            tokens, status = parts[0]
+            if len(parts) > 1:
+                tokens, status = (torch.cat(some) for some in zip(*parts, strict=True))
+            self._sampler.last_tokens[to_device(torch.tensor(rows), self.device)] = tokens
             return StepOutputs(tokens=tokens, status=status, places=places)
         counts = [self._rows[row].sampling.logprobs for row in rows]
         wanted = [place for place, count in enumerate(counts) if count is not None]

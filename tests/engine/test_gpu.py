@@ -72,6 +72,15 @@ def test_plain_greedy_decoding_gives_the_tokens(name: str, eager: bool) -> None:
         assert output.outputs[0].token_ids == prompt.new_tokens
 
 
+def test_more_rows_than_choose_at_once_give_the_same_tokens() -> None:
+    """Where nothing is captured greedy rows choose by logits, few of them at a time."""
+    prompts = (golden_prompts("llama-gqa") * 70)[:70]
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    with golden_llm("llama-gqa", device="cuda", eager=True, max_num_seqs=100) as llm:
+        outputs = llm.generate([prompt.input_ids for prompt in prompts], params)
+    assert [o.outputs[0].token_ids for o in outputs] == [p.new_tokens for p in prompts]
+
+
 def test_graphs_change_nothing_of_random_sampling() -> None:
     prompt = golden_prompts("llama-gqa")[2]
     params = SamplingParams(seed=3, max_tokens=30, n=5, repetition_penalty=1.2, top_p=0.9)

@@ -52,6 +52,7 @@ def test_all_steps_of_a_start_run_on_a_gpu_that_is_not_there(tmp_path: Path) -> 
     found = dict(zip(MODELS, alone, strict=True))
     for model, rehearsed in found.items():
         assert rehearsed["same"], model
+        assert rehearsed["unloaded"] == [], model
         steps = {
             name.replace("<Choice.", "").split(":")[0] + " quick" * ("ATTENTION" in name): kernels
             for name, kernels in rehearsed["steps"].items()

@@ -1,7 +1,8 @@
 """Kernels compiled ahead by processes, and then launched as by an engine that finds them.
 
 Run by itself, since Triton's interpreter takes the compiler's place in the other tests. It prints
-JSON: what was compiled, and for each later launch whether its kernel was in Triton's cache.
+JSON: what was compiled, what was loaded from Triton's cache before a launch, and for each later
+launch that looked there whether its kernel was in it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from triton import knobs
 from triton.backends.nvidia import driver as nvidia
+from triton.compiler import CompiledKernel
 from triton.compiler import compile as compile_kernel
 from triton.runtime.jit import JITFunction
 
@@ -21,7 +23,16 @@ from engine_core.kernels import GPU, choose_greedy
 from engine_core.kernels.greedy import triton as greedy
 from engine_core.kernels.norm import triton as norms
 from engine_core.runtime.absent import absent_gpu
-from engine_core.runtime.ahead import Compilers, Module, Part, Variant, recording, target_of
+from engine_core.runtime.ahead import (
+    Compilers,
+    Module,
+    Part,
+    Variant,
+    load,
+    packed,
+    recording,
+    target_of,
+)
 
 HOPPER = GPU.of_capability((9, 0))
 
@@ -83,6 +94,15 @@ def main() -> None:
         for function in vars(module).values():
             if isinstance(function, JITFunction):
                 function.device_caches.clear()
+    # Of the kernels' handles the device's driver has a part, and there is no device.
+    handles: list[str] = []
+    CompiledKernel._init_handles = lambda self: handles.append(self.name)
+    texts = [
+        text for part in compilers.done if isinstance(part, Variant) and (text := packed(part))
+    ]
+    for text in texts * 2:
+        load(text)
+    loaded, hits[:] = list(hits), []
     normalise(3, 0, "cpu")
     greedy.choose_greedy(torch.zeros(5, 1000, dtype=torch.bfloat16), None, None, None)
     normalise(3, 1, "cpu")
@@ -92,6 +112,8 @@ def main() -> None:
                 "launches": launches,
                 "compiled": sorted(end.part.name for end in ends if isinstance(end.part, Variant)),
                 "errors": [end.error for end in ends if end.error],
+                "loaded": loaded,
+                "handles": sorted(handles),
                 "hits": hits,
                 "modules_made": made,
                 "summary": compilers.summary(),

@@ -67,12 +67,14 @@ def test_what_processes_compiled_is_found_by_launches(tmp_path: Path) -> None:
     assert found["errors"] == []
     assert found["compiled"] == ["_choose_greedy_kernel", "_norm_kernel"]
     assert found["launches"] == 4
-    assert found["hits"] == [True, True, False]
+    assert found["handles"] == found["compiled"]
+    # What was loaded is not looked for by launches, and it is loaded once.
+    assert (found["loaded"], found["hits"]) == ([True, True], [False])
     # Triton's own class of launches finds the modules that some releases have.
     assert found["modules_made"] == 0
     assert found["summary"].startswith("2 variants of 2 kernels, 0 of them kept")
     again = json.loads(alone("launched_ahead.py", tmp_path).stdout)
-    assert (again["compiled"], again["hits"]) == ([], [True, True, True])
+    assert (again["compiled"], again["hits"]) == ([], [True])
 
 
 def scripted(*events: object, end: str = "", silence: float = 60.0) -> tuple[CompileProcess, Path]:
@@ -119,6 +121,38 @@ def test_a_step_is_ready_once_all_its_kernels_are_compiled(
     compiles.wait(OTHER)  # nobody compiles it any more
     compiles.close()
     assert "kernels ahead: 2 variants" in caplog.text
+
+
+def test_compiled_kernels_are_loaded_while_others_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One at a time for who asks; one that cannot be loaded is left to its first launch."""
+    compiles, folder = scripted(
+        *({"load": name} for name in ("a", "bad", "b")),
+        {"recorded": name_of(STEP), "kernels": []},
+    )
+    loaded: list[str] = []
+
+    def load(text: str) -> None:
+        loaded.append(text)
+        if text == "bad":
+            raise RuntimeError("no room on the device")
+        if text == "b":
+            (folder / "3").touch()
+
+    monkeypatch.setattr("engine_core.runtime.ahead.load", load)
+    caplog.set_level(logging.INFO)
+    assert not compiles.load_next()
+    (folder / "0").touch()
+    while not compiles.load_next():
+        time.sleep(0.001)
+    assert loaded == ["a"]
+    for number in (1, 2):
+        (folder / str(number)).touch()
+    compiles.wait(STEP)
+    compiles.close()
+    assert loaded == ["a", "bad", "b"]
+    assert "no room on the device" in caplog.text
 
 
 def test_nobody_waits_for_a_process_that_died(caplog: pytest.LogCaptureFixture) -> None:

@@ -859,16 +859,21 @@ def test_decode_steps_without_a_graph_do_not_take_those_of_mixed_steps(
 
 
 class Coming(Compiles):
-    """Kernels that are compiled when a test says so, and what was waited for."""
+    """Kernels that are compiled, or to be loaded, when a test says so, and what was waited for."""
 
     def __init__(self) -> None:
         self.compiled: set[Any] = set()
+        self.unloaded = 0
         self.waited: list[Any] = []
         self.silent = False  # of quick steps
 
     def ready(self, step: Any, seconds: float = 0.0) -> bool:
         del seconds
         return step in self.compiled
+
+    def load_next(self) -> bool:
+        before, self.unloaded = self.unloaded, max(0, self.unloaded - 1)
+        return before > 0
 
     def wait(self, step: Any) -> None:
         self.waited.append(step)
@@ -997,6 +1002,62 @@ def test_an_idle_server_runs_a_step_and_captures_it_in_its_next_turn(device: Dev
     before = graphs.num_captured
     assert not graphs.capture_next(part=True)
     assert (state.ahead, graphs.num_captured) == (False, before)
+
+
+def test_kernels_are_loaded_one_by_one_before_a_step_that_launches_them(
+    device: Device, state: GraphState
+) -> None:
+    """A request waits for one of them at most, and not for a capture besides."""
+    state.compiles = coming = Coming()
+    coming.compiled |= {GraphKey(size, size, 0) for size in (1, 2, ROWS)}
+    graphs = DecodeGraphs(state)
+    list(graphs.starts())
+    assert device.take() == [(20, 20), (1, 1)]
+    coming.unloaded = 2
+    for left in (1, 0):
+        assert graphs.capture_next(part=True)
+        assert (coming.unloaded, graphs.num_captured, state.since_capture) == (left, 2, 32)
+    assert graphs.capture_next(part=True)
+    assert coming.late == 3
+    # A server that is never idle loads them in steps whose graph is missing.
+    state.since_capture, coming.unloaded = 40, 1
+    assert graphs.begin(*rows(2)) is not None
+    assert (coming.unloaded, device.take()) == (0, [])
+    assert graphs.begin(*rows(2)) is not None
+    assert device.take() == [(2, 2)]
+    # Who captures all at once, as at a start, need not look for requests in between.
+    coming.unloaded = 1
+    coming.compiled.add(GraphKey(4, 4, 0))
+    assert graphs.capture_next()
+    assert (coming.unloaded, device.take()) == (1, [(4, 4)])
+
+
+def test_a_random_choice_is_made_by_logits_once_a_captured_step_has_its_kernels(
+    device: Device, state: GraphState
+) -> None:
+    """So that no request waits for a capture until there are those of all choices."""
+    state.compiles = coming = Coming()
+    coming.compiled |= {GraphKey(size, size, 0) for size in (1, ROWS)}
+    coming.compiled |= {GraphKey(size, size, 0, Choice.RANDOM) for size in (1, 2, 4)}
+    graphs = DecodeGraphs(state)
+    list(graphs.starts())
+    state.since_capture = 5
+    device.take()
+    # Three choose as in a captured step of two: there is none of three.
+    for count in (1, 3):
+        assert graphs.chooses(count)
+        assert graphs.offer(count, Choice.RANDOM) is None
+        assert graphs.begin(*rows(count)) is not None
+    # Eight do not: their own kernels are still to come. Nor where something adjusts logits.
+    assert not graphs.chooses(8)
+    assert not graphs.chooses(None)
+    assert graphs.offer(8, Choice.RANDOM) is None
+    assert device.take() == []
+    # After so many steps it is captured all the same.
+    state.since_capture = 40
+    assert graphs.offer(3, Choice.RANDOM) is Choice.RANDOM
+    assert graphs.begin(*rows(3), Choice.RANDOM) is not None
+    assert device.take() == [(4, 4)]
 
 
 def test_steps_of_any_shape_are_quick_until_their_kernels_are_compiled(
@@ -1244,6 +1305,39 @@ def test_a_first_token_waits_for_no_decode_step_whose_kernels_are_still_to_come(
     assert compiles.captured[2:] == [QUICK]
 
 
+def test_while_a_start_waits_it_loads_what_is_there_and_what_chooses_until_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine_core.runtime.runner.launch_bound_tokens", lambda *_: 2048)
+    done: list[str] = []
+
+    def chosen(logits: Tensor, *arguments: Any, plain: bool) -> Any:
+        tokens, status = sample_tokens(logits, *arguments, plain=plain)
+        done.append("choice of all")
+        assert (plain, logits.shape[1]) == (True, VOCAB)
+        assert status.tolist() == [0] * len(logits)
+        return tokens, status
+
+    class Loading(Listed):
+        left = 2
+
+        def load_next(self) -> bool:
+            self.left -= 1
+            if self.left >= 0:
+                done.append("kernel")
+            return self.left >= 0
+
+    monkeypatch.setattr("engine_core.runtime.sampler.sampler.sample_tokens", chosen)
+    for coming in ([MOST, PROMPT], [PROMPT]):
+        done.clear()
+        make_runner(eager=False, compiles=Loading(*coming), vocab_size=VOCAB)
+        assert done == ["kernel", "kernel", "choice of all"]
+    # Nobody waits where all is compiled.
+    done.clear()
+    make_runner(eager=False, compiles=Loading(), vocab_size=VOCAB)
+    assert done == []
+
+
 def test_a_server_finds_what_cannot_be_captured_before_a_request_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -1275,14 +1369,15 @@ def test_until_kernels_of_choices_are_compiled_pytorchs_choose(
         return sample_tokens(*arguments, plain=plain)
 
     monkeypatch.setattr("engine_core.runtime.sampler.sampler.sample_tokens", noted)
-    compiles = Listed("DecodeGraphs others")
+    compiles = Listed("DecodeGraphs others", GraphKey(1, 1, 0, Choice.RANDOM))
     runner = make_runner(eager=eager, compiles=compiles)
     params = SamplingParams(temperature=1.0, seed=0)
-    for turn in range(2):
+    for turn in range(3):
         prompt = ProcessedPrompt(array("q", [1, 2, 3]))
         admitted = Admission("a", 0, array("q", [1, 2, 3]), 3, params, prompt)
         first = PlanRow("a", 0, 0, 3, ((1, 2),), sample=True)
         (row,) = runner.submit(StepPlan(turn, (first,), admitted=(admitted,))).result().rows
         assert len(row.token_ids) == 1
-        compiles.coming.clear()
-    assert asked == [not eager, False]
+        # A captured step has the same kernels, but for what adjusts logits.
+        del compiles.coming[turn == 0 :]
+    assert asked == [not eager, False, False]

@@ -103,7 +103,8 @@ class Sampler:
         device: where the logits are.
         grammar_compiler: makes the compiler for guided requests; called at the first of them. None
             if there are none.
-        is_compiled: whether a GPU's kernels need no compile now. Until then PyTorch's choose.
+        is_compiled: whether a GPU's kernels need no compile now, for so many rows by logits as the
+            model gives them, or for others if it is asked with None. Until then PyTorch's choose.
 
     Attributes:
         last_tokens: ``[max_rows]`` int64 on the device, the token that each row sampled last.
@@ -115,7 +116,7 @@ class Sampler:
         max_rows: int,
         device: torch.device,
         grammar_compiler: Callable[[], GrammarCompiler] | None = None,
-        is_compiled: Callable[[], bool] = lambda: True,
+        is_compiled: Callable[[int | None], bool] = lambda count: True,
     ) -> None:
         self._is_compiled = is_compiled
         self._max_rows = max_rows
@@ -288,7 +289,9 @@ class Sampler:
             last_positions,
             self.last_tokens,
             self.state,
-            plain=not self._is_compiled(),
+            plain=not self._is_compiled(
+                len(rows) if not hosted and self._adjustments is None else None
+            ),
         )
         if where is not None and from_model is not None:
             left = status[where] == 0
@@ -296,6 +299,24 @@ class Sampler:
             host_tokens = _HostTokens(tokens)
             self._chosen.update({rows[place]: (host_tokens, place) for place in hosted})
         return SampledTokens(tokens, status, failures)
+
+    def load_plain(self, vocab_size: int, dtype: torch.dtype) -> None:
+        """Choose for nobody as where kernels are missing.
+
+        A GPU loads those of PyTorch as they are first launched, and may wait for a step for each.
+
+        Args:
+            vocab_size: logits of a row.
+            dtype: of the logits.
+        """
+        ways: list[dict[str, float]] = [{}, {"top_k": 8.0}, {"top_p": 0.5}]
+        plain = dict.fromkeys(NUMBERS, 0.0) | {"temperature": 1.0, "top_p": 1.0}
+        numbers = [[*(plain | way).values()] for way in ways]
+        sent = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        count = len(ways)
+        where, positions, seeds, last = (torch.arange(count, device=self._device) for _ in range(4))
+        logits = torch.zeros(count, vocab_size, dtype=dtype, device=self._device)
+        sample_tokens(logits, where, positions, last, SamplingState(sent, seeds), plain=True)
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         # Through numpy: torch takes ten times as long for a list, or an array, of Python's.
