@@ -258,7 +258,7 @@ def _kernel(module: str, name: str) -> JITFunction[Any]:
 
 
 def packed(variant: Variant) -> str | None:
-    """What :func:`load` takes, as a line of text; None if it has none."""
+    """A line of text that :func:`load` takes; None if nothing can be loaded by itself."""
     if variant.launch is None:
         return None
     file = io.BytesIO()
