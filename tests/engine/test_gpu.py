@@ -463,7 +463,9 @@ def test_without_memory_for_graphs_the_tokens_are_the_same(
     expected = sampled(params, eager=True)
     prompts = [prompt.input_ids for prompt in golden_prompts("llama-gqa")]
     prompts = [prompts[index % len(prompts)] for index in range(len(params))]
-    with golden_llm("llama-gqa", device="cuda", max_num_seqs=20) as llm:
+    settings = {"device": "cuda", "max_num_seqs": 20}
+    # Where kernels are compiled beside it, a start captures less.
+    with golden_llm("llama-gqa", compile_processes=0, **settings) as llm:
         decode, mixed = captured(llm)
         with monkeypatch.context() as patch, collecting_often():
             fail(patch)
