@@ -176,7 +176,7 @@ def chosen(point: Point) -> decode.Launch:
     wide = max(point.model.shape.widths)
     return decode.launch(
         point.rows, point.model.shape.group_size, point.model.kv_heads, wide, wide,
-        point.model.shape.bytes, MULTIPROCESSORS,
+        point.model.shape.bytes, MULTIPROCESSORS, point.model.shape.in_parts,
     )  # fmt: skip
 
 
@@ -202,7 +202,7 @@ def space(point: Point) -> Iterator[decode.Launch]:
 
 def compiled_for(cut: decode.Launch) -> decode.Launch:
     """The launch with what its kernel is not compiled for left out."""
-    return cut._replace(wanted=1, min_split=SHORTEST)
+    return cut._replace(wanted=1, min_split=SHORTEST, uneven=0)
 
 
 def ways(point: Point) -> list[decode.Launch]:
@@ -461,9 +461,10 @@ class Judged(NamedTuple):
 
 def effective(point: Point, cut: decode.Launch) -> int:
     """Splits of a row of the mean length."""
-    if cut.wanted <= point.rows:
+    wanted = cut.uneven or cut.wanted if point.unequal else cut.wanted
+    if wanted <= point.rows:
         return 1
-    return splits_of(point.rows, point.seen, cut.wanted, cut.min_split)
+    return splits_of(point.rows, point.seen, wanted, cut.min_split)
 
 
 def time_of(point: Point, cut: decode.Launch, times: dict[decode.Launch, float]) -> float | None:

@@ -47,9 +47,16 @@ class Heads(NamedTuple):
         return max(16, decode.power_of_2(self.dims[0])), max(16, decode.power_of_2(self.dims[1]))
 
     @property
+    def in_parts(self) -> bool:
+        """Whether a head of numbers is multiplied as two parts."""
+        parts = map(decode.rest_of, self.dims, self.widths)
+        return self.bytes > 1 and any(parts)
+
+    @property
     def block_g(self) -> int:
         """Query heads of a program."""
-        return decode.heads_together(self.group_size, max(self.widths), self.bytes)
+        given = (self.group_size, max(self.widths), self.bytes, self.in_parts)
+        return decode.heads_together(*given)
 
     @property
     def programs(self) -> int:
@@ -60,7 +67,10 @@ class Heads(NamedTuple):
 _TilesByWidth = dict[int, tuple[tuple[int, int, int], ...]]
 # By the wider of a head's keys and values, up to a power of 2.
 _TILES: _TilesByWidth = {
-    64: ((32, 1, 2), (32, 1, 3), (64, 2, 2), (64, 2, 3), (64, 2, 4), (64, 4, 3), (128, 4, 2)),
+    64: (
+        (32, 1, 2), (32, 1, 3), (32, 1, 4), (32, 1, 5), (64, 2, 2), (64, 2, 3), (64, 2, 4),
+        (64, 4, 3), (128, 4, 2),
+    ),
     128: (
         (32, 1, 3), (32, 1, 4), (32, 1, 5), (32, 2, 3), (32, 2, 4), (64, 2, 2), (64, 2, 3),
         (64, 4, 2), (64, 4, 3),

@@ -25,7 +25,7 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
 - ``held=2,64``: weights that have room wait in shared memory with so many rows, none with 1,0;
   ``registers=96``: weights of one row wait in so many registers of a thread at most.
 - ``late=0``: attention is launched when queries, keys and values are, not behind their products.
-- ``turned=0``: over codes no heads are columns of attention's products.
+- ``turned=0``: no heads are columns of attention's products.
 - ``chain=0``: no linears from one attention to the next are one launch.
 - ``coded=0``: norms and activations quantise no rows; ``scaled=0``: the rotation applies no scales.
 

@@ -374,6 +374,25 @@ def test_a_row_is_cut_for_one_turn_of_merging(launch_device: str) -> None:
     assert splits == {0: 1, 64: 1, 65: 2, 1024: 16, 1031: 9, 2048: 16, 2049: 33}
 
 
+def test_rows_are_cut_otherwise_where_their_lengths_differ(launch_device: str) -> None:
+    """The longest is more than a quarter longer than the mean of those that have tokens."""
+    from engine_core.kernels.attention import triton
+
+    def pieces(*lengths: int) -> list[int]:
+        kv_lens = torch.tensor(lengths, dtype=torch.int32, device=launch_device)
+        items, _ = triton.plan_splits(kv_lens, len(lengths), 4096, None, 2, 64, 32, {}, uneven=8)
+        made = [each for each in items.tolist() if each[0] >= 0]
+        assert [sum(b - a for r, a, b, *_ in made if r == row) for row in range(len(lengths))] == [
+            *lengths
+        ]
+        return [sum(r == row for r, *_ in made) for row in range(len(lengths))]
+
+    assert pieces(1000, 1000, 1000, 1000) == [1, 1, 1, 1]
+    assert pieces(1240, 1000, 1000, 760) == [1, 1, 1, 1]
+    assert pieces(1000, 1000, 1000, 0) == [1, 1, 1, 1]
+    assert pieces(1600, 1000, 1000, 400) == [4, 2, 2, 1]
+
+
 @pytest.mark.parametrize("options", [{}, {"window": 100}], ids=str)
 def test_kernel_splits_of_one_long_row_among_short_ones(
     options: dict[str, Any], launch_device: str

@@ -78,8 +78,8 @@ def test_a_launch_is_of_powers_of_2() -> None:
         assert cut.merged_heads & (cut.merged_heads - 1) == 0
 
 
-def test_few_heads_are_columns_of_products_over_codes() -> None:
-    """But of wide heads, and where hardly more programs are than have room at once."""
+def test_few_heads_are_columns_of_products() -> None:
+    """But of wide heads, and of codes where hardly more programs are than have room at once."""
 
     def heads(rows: int, group: int, dims: int, number_bytes: int = 1) -> int:
         return launch(rows, 8 * group, 8, dims, number_bytes).block_g
@@ -87,4 +87,7 @@ def test_few_heads_are_columns_of_products_over_codes() -> None:
     assert {heads(rows, 4, 128) for rows in (1, 32, 64, 96, 160, 192, 256, 1000)} == {8}
     assert {heads(rows, 4, 128) for rows in (100, 112, 128)} == {16}
     assert {heads(rows, 8, 64) for rows in (1, 112, 256)} == {8}
-    assert {heads(96, 9, 128), heads(96, 4, 256), heads(96, 4, 128, 2)} == {16}
+    assert {heads(rows, 4, 128, 2) for rows in (1, 32, 100, 128, 1000)} == {8}
+    assert {heads(96, 9, 128), heads(96, 4, 256), heads(96, 4, 128, 4)} == {16}
+    # Heads of 80, which are multiplied as 64 and 16 numbers.
+    assert decode.launch(96, 4, 8, 128, 128, 2, H200, True).block_g == 16

@@ -113,13 +113,16 @@ def _attend_tiles(
     return acc, denominator, maximum
 
 
-@triton.jit(do_not_specialize=["num_rows", "window", "wanted", "min_split", "merged", "max_items"])
+@triton.jit(
+    do_not_specialize=["num_rows", "window", "wanted", "uneven", "min_split", "merged", "max_items"]
+)
 def _plan_kernel(
     items_ptr,
     kv_lens_ptr,
     num_rows,
     window,
     wanted,
+    uneven,
     min_split,
     merged,
     max_items,
@@ -134,7 +137,8 @@ def _plan_kernel(
 
     Its row, the first token and that behind the last, the row's first item, and how many it has. A
     row of -1 is none. Splits are about equally long in all rows, so that long rows do not keep the
-    launch waiting: ``wanted`` of them would hold all rows' tokens. Each has ``min_split`` tokens at
+    launch waiting: ``wanted`` of them would hold all rows' tokens, ``uneven`` if the longest row is
+    a quarter longer than the mean. Each has ``min_split`` tokens at
     least, or merging takes longer than the splits save; and of more than ``merged`` splits, which
     are merged at once, a row has two tiles each instead, where that is enough.
     """
@@ -148,6 +152,8 @@ def _plan_kernel(
     cropped = tl.maximum(kv_lens - window, 0) // BLOCK_N * BLOCK_N if CROP else 0
     visible = kv_lens - cropped
     total = tl.sum(visible.to(tl.int64))
+    longest = tl.max(visible).to(tl.int64) * tl.sum((visible > 0).to(tl.int32))
+    wanted = tl.where(4 * longest > 5 * total, uneven, wanted)
     length = tl.maximum(tl.cdiv(total, wanted), min_split).to(tl.int32)
     used = tl.maximum(tl.minimum(tl.cdiv(visible, length), MAX_SPLITS), 1)
     # Two tiles are asked for together; another turn of merging is a wait for memory for each few
@@ -240,7 +246,7 @@ def _decode_kernel(
     NUM_HEADS: tl.constexpr = SHAPE.num_heads
     GROUP_SIZE: tl.constexpr = SHAPE.group_size
     G_TILES: tl.constexpr = (GROUP_SIZE + BLOCK_G - 1) // BLOCK_G
-    # Of numbers and of more heads none is turned.
+    # Wide heads, heads of two parts and more of them are rows.
     TURNED: tl.constexpr = BLOCK_G < 16
     kv_head = (tl.program_id(0) // G_TILES).to(tl.int64)
     item = tl.program_id(1).to(tl.int64)
@@ -485,20 +491,23 @@ def plan_splits(
     block_n: int,
     memo: dict[Any, Any],
     merged: int = decode.MAX_SPLITS,
+    uneven: int = 0,
 ) -> tuple[Tensor, bool]:
     """The splits of the first rows, made once for all layers of a step that cut them alike.
 
-    ``wanted`` splits, of ``min_split`` tokens at least, would hold all rows' tokens; ``window`` is
+    ``wanted`` splits, of ``min_split`` tokens at least, would hold all rows' tokens, ``uneven`` of
+    rows that differ if that is not 0; ``window`` is
     what a query sees, if that is known beforehand. A row has no more than ``merged`` splits if two
     tiles for each are enough. Returns the items that ``_plan_kernel`` writes, and whether it was
     launched now.
     """
-    key = (num_rows, window, wanted, min_split, block_n, merged)
+    uneven = uneven or wanted
+    key = (num_rows, window, wanted, uneven, min_split, block_n, merged)
     if key in memo:
         return memo[key], False
     longest = triton.cdiv(max_kv_len, max(block_n, min_split))
     # No more than what is wanted and the beginning of a split in each row.
-    most = min(num_rows + wanted, num_rows * max(1, min(longest, decode.MAX_SPLITS)))
+    most = min(num_rows + max(wanted, uneven), num_rows * max(1, min(longest, decode.MAX_SPLITS)))
     items = torch.empty((most, ITEM), dtype=torch.int32, device=kv_lens.device)
     _plan_kernel[(1,)](
         items,
@@ -506,6 +515,7 @@ def plan_splits(
         num_rows,
         window or 0,
         wanted,
+        uneven,
         min_split,
         merged,
         most,
@@ -585,6 +595,7 @@ def paged_attention(call: Call) -> None:
         cut = decode.launch(
             num_decode_rows, group_size, num_kv_heads, dims, block_dv,
             1 if code and not float32 else q.element_size(), num_multiprocessors(q.device),
+            bool(shape.rest_d or shape.rest_dv),
         )  # fmt: skip
         head_tiles = num_kv_heads * triton.cdiv(group_size, cut.block_g)
         items, planned_now = plan_splits(
@@ -598,6 +609,7 @@ def paged_attention(call: Call) -> None:
             call.memo,
             # Where splits are rare they are for rows that would be waited for.
             cut.merged_splits if cut.wanted > num_decode_rows else decode.MAX_SPLITS,
+            cut.uneven,
         )
         size = (len(items), num_heads)
         _decode_kernel[(head_tiles, len(items))](

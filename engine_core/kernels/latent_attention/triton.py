@@ -304,7 +304,7 @@ def attend(call: LatentCall, q: Tensor) -> Tensor:
             num_decode_rows, num_heads, 1, shape.block_dv, shape.block_dv, q.element_size(),
             num_multiprocessors(q.device),
         )  # fmt: skip
-        block_g = min(cut.block_g, most)
+        block_g = max(16, min(cut.block_g, most))
         head_tiles = triton.cdiv(num_heads, block_g)
         items, _ = plan_splits(
             call.kv_lens, num_decode_rows, call.max_kv_len, None, cut.wanted, cut.min_split,
