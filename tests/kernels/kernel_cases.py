@@ -708,7 +708,7 @@ class Sampling:
         The definition in float64, with a sort.
         """
         row, target = int(self.rows[place]), int(self.positions[place]) + 1
-        x = self._adjusted(place, row, target).astype(np.float64)
+        x = self.adjusted(place).astype(np.float64)
         if x.max() == -np.inf:
             return None, True
         temperature, top_k, top_p, min_p = self.state.numbers[row, :4].tolist()
@@ -732,7 +732,9 @@ class Sampling:
         index = min(int(np.searchsorted(shares, u, side="right")), len(kept) - 1)
         return int(kept[index]), min(margins) > 1e-5
 
-    def _adjusted(self, place: int, row: int, target: int) -> npt.NDArray[np.float32]:
+    def adjusted(self, place: int) -> npt.NDArray[np.float32]:
+        """A row's logits after its adjustments."""
+        row, target = int(self.rows[place]), int(self.positions[place]) + 1
         x: npt.NDArray[np.float32] = self.logits[place].float().numpy().copy()
         adjustments = self.state.adjustments
         if adjustments is None:

@@ -34,12 +34,17 @@ WAYS = ["reference", "kernels", "sampled", "one by one"]
 
 @pytest.fixture
 def op(way: str, launch_device: str, monkeypatch: pytest.MonkeyPatch) -> Op:
-    """The choice, by kernels with small blocks, so that a small vocabulary has many of them."""
+    """The choice, by kernels with small blocks, so that a small vocabulary has many of them.
+
+    Of five rows and more each has two parts, where one part is all that others have.
+    """
     if way == "reference":
         return sample_tokens
     from engine_core.kernels.sampling import triton
 
     monkeypatch.setattr(triton, "_LANES", 64)
+    monkeypatch.setattr(triton, "_MANY_ROWS", 5)
+    monkeypatch.setattr(triton, "_PARTS_OF_MANY", 4)
     monkeypatch.setattr(triton, "_CHUNK", 512)
     monkeypatch.setattr(triton, "_SAMPLED", 2)
     if way != "kernels":
@@ -135,6 +140,17 @@ def test_of_equal_logits_those_of_the_lowest_ids_are_kept(
     assert tokens.tolist() == (drawn * kept).to(torch.int64).tolist()
 
 
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_of_equal_logits_the_greedy_choice_is_the_first(op: Any, device: str) -> None:
+    """Wherever they lie: in eight of a thread, in a block's parts, in blocks, or all over."""
+    batch = of_equal_logits(7, 1100, temperature=0.0)
+    places = [(305, 303), (999, 40, 7), (511, 512), (700, 300), (1099, 1024), (1023, 1024), ()]
+    for row, equal in enumerate(places):
+        batch.logits[row, list(equal)] = 3.0
+    tokens, _ = batch.on(device).run(op)
+    assert tokens.tolist() == [min(equal, default=0) for equal in places]
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_lies_just_below_the_kept_set_is_not_in_it(
@@ -203,6 +219,49 @@ def test_a_sample_bounds_the_least_kept_logit(
     _, turned = check_sampling(replace(batch, logits=logits.bfloat16()), op, device)
     assert turned <= 1
     assert gathered[0].max() <= 6000
+
+
+@pytest.mark.parametrize("way", ["sampled"])
+@pytest.mark.parametrize("adjusted", [False, True], ids=["plain", "adjusted"])
+def test_the_first_reading_finds_what_the_bounds_are_guessed_by(
+    op: Any, device: str, adjusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every so many logits of a row, as they are adjusted, and what the whole row weighs."""
+    from engine_core.kernels.sampling import triton
+
+    bounds, found, shape = triton._bounds_kernel, [], {}
+
+    class Bounds:
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*args: Any, **options: Any) -> None:
+                found.extend(getattr(args[1], name).cpu() for name in ("sample", "totals", "modes"))
+                shape.update(options)
+                bounds[grid](*args, **options)
+
+            return launch
+
+    monkeypatch.setattr(triton, "_bounds_kernel", Bounds())
+    monkeypatch.setattr(triton, "_SAMPLED", 10)
+    batch = make_sampling(17, 2900, torch.float32, seed=3, adjusted=adjusted)
+    batch.on(device).run(op)
+    sample, totals, modes = found
+    index = torch.arange(shape["SAMPLE"])
+    places = index // shape["PICKS"] * shape["PART"] + index % shape["PICKS"] * (
+        8 * shape["DISTANCE"]
+    )
+    there = places < 2900
+    assert int(there.sum()) >= 290
+    kinds = []
+    for place, kind in enumerate((modes % 4).tolist()):
+        row = int(batch.rows[place])
+        x = torch.from_numpy(batch.adjusted(place)).double()
+        if kind >= 2:
+            assert torch.allclose(sample[place, there].double(), x[places[there]], atol=1e-5)
+        if kind == 2:
+            weights = ((x - x.max()) / batch.state.numbers[row, 0]).exp()
+            assert totals[place] == pytest.approx(float(weights.sum()), rel=1e-4)
+        kinds.append(kind)
+    assert {2, 3} <= set(kinds)
 
 
 @pytest.mark.parametrize("way", WAYS[:3])

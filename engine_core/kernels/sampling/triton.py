@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 # Threads of a program that reads all logits, and how often each of them reads four, an even number,
 # for the first reading takes eight: one row of 128,000 logits gives a program to each of 63
-# multiprocessors. Many rows are many times the
-# programs of a GPU, and fewer of them are done sooner.
+# multiprocessors. Many rows are many times the programs of a GPU, and fewer of them are done
+# sooner.
 _LANES = 256
 _PARTS = 2
 _MANY_ROWS = 64
