@@ -491,8 +491,10 @@ class DecodeGraphs(_Graphs):
             # before that.
             later=[greedy[0], random[0], random[-1], *chain(*zip(greedy, random, strict=True))],
         )
-        # Row numbers, then positions: what the host writes before the first replay of a plan.
-        self._static = torch.full((2, rows), -1, dtype=torch.int64, device=self._device)
+        # Row numbers, then positions: what the host writes before the first replay of a plan. Both
+        # are aligned to 16 bytes, for which kernels are compiled, as they are without a graph.
+        even = rows + rows % 2
+        self._static = torch.full((2, even), -1, dtype=torch.int64, device=self._device)
         self._static[0] = rows
         on_gpu = self._device.type == "cuda"
         self._ring = [
