@@ -34,7 +34,7 @@ class Compiles:
     Attributes:
         capturer: what captures steps in place of the device's own; None for that.
         late: how often an idle engine captured nothing in its turn, since kernels were not there
-            yet, or since the step was to be run before.
+            yet or were to be loaded, or since the step was to be run before.
     """
 
     capturer: Callable[[Any], Capturer] | None = None

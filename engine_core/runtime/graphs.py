@@ -139,8 +139,9 @@ class GraphState:
         """Whether a step that has something in its place does not wait for the capture of its own.
 
         Few requests wait for a capture so, and none for two in a row: there are so many steps
-        between them. Where that many were, it loads a kernel in its place, if one was compiled.
-        Offline none is spared: equal calls have equal steps.
+        between them. Where that many were, it loads a kernel in its place, if one was compiled; so
+        nobody asks for a step that was captured, or is whatever this says. Offline none is spared:
+        equal calls have equal steps.
         """
         if self.since_capture is None:
             return False
@@ -572,8 +573,8 @@ class DecodeGraphs(_Graphs):
         state = self._state
         if not state.compiles.ready(key):
             return False
-        spared = state.spares_captures(_APART) and not state.deterministic
-        return not (spared and self.chooses(count))
+        stands_in = not state.deterministic and self.chooses(count)
+        return not (stands_in and state.spares_captures(_APART))
 
     def _offer_adjusted(self, keys: Sequence[GraphKey]) -> Choice | None:
         """As :meth:`offer`; the keys are those of enough rows."""
@@ -610,10 +611,11 @@ class DecodeGraphs(_Graphs):
         state = self._state
         state.count_step()
         missing = key not in self._graphs and key not in state.uncaptured
-        if missing and (state.spares_captures(_APART) or not state.compiles.ready(key)):
-            captured_ones = (each for each in keys if each in self._graphs)
+        larger = next((each for each in keys if each in self._graphs), None)
+        spared = missing and larger is not None and state.spares_captures(_APART)
+        if spared or (missing and not state.compiles.ready(key)):
             ready = (each for each in keys if state.compiles.ready(each))
-            there = next(chain(captured_ones, ready), None)
+            there = larger or next(ready, None)
             if there is None and state.runs_quickly:
                 return None
             key = there or keys[-1]
@@ -912,8 +914,9 @@ class GraphSteps(_Graphs):
 
     def run(self, batch: StepBatch) -> StepOutputs | None:
         """Replay a step; see :class:`~engine_core.runtime.step_batch.Steps`."""
-        spared = batch.key.quick or self._spares_captures
-        if not batch.padded or (batch.key not in self._graphs and spared):
+        if not batch.padded:
+            return None
+        if batch.key not in self._graphs and (batch.key.quick or self._spares_captures):
             return None
         captured = self._get(batch.key)
         if captured is None:

@@ -1032,6 +1032,43 @@ def test_kernels_are_loaded_one_by_one_before_a_step_that_launches_them(
     assert (coming.unloaded, device.take()) == (1, [(4, 4)])
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_no_kernel_is_loaded_in_a_step_that_is_captured_all_the_same(
+    device: Device, state: GraphState, deterministic: bool
+) -> None:
+    """Nothing stands in for it: no logits in a deterministic engine, and else no kernels for it."""
+    state.compiles = coming = Coming()
+    state.deterministic = deterministic
+    coming.compiled |= {GraphKey(size, size, 0) for size in (1, ROWS)}
+    coming.compiled |= {GraphKey(4, 4, 0, Choice.RANDOM)}
+    if deterministic:
+        coming.compiled |= {GraphKey(2, 2, 0, Choice.RANDOM)}
+    graphs = DecodeGraphs(state)
+    list(graphs.starts())
+    device.take()
+    state.since_capture, coming.unloaded = 40, 1
+    assert graphs.offer(3, Choice.RANDOM) is Choice.RANDOM
+    assert graphs.begin(*rows(3), Choice.RANDOM) is not None
+    assert (device.take(), coming.unloaded) == ([(4, 4)], 1)
+
+
+def test_no_kernel_is_loaded_in_a_step_that_has_its_graph(
+    device: Device, state: GraphState
+) -> None:
+    state.compiles = coming = Coming()
+    graphs = GraphSteps(state, 10**6, 1024)
+    coming.compiled |= {GraphKey(64, 0, 1), GraphKey(128, 0, 1)}
+    state.since_capture = 1000
+    assert run(graphs, 100) is not None
+    assert device.take() == [(128, 0)]
+    state.since_capture, coming.unloaded = 2000, 1
+    assert run(graphs, 100) is not None
+    assert (device.take(), coming.unloaded) == ([], 1)
+    # One whose graph is missing loads it, and takes the next larger one or launches its kernels.
+    run(graphs, 50)
+    assert (device.take(), coming.unloaded) == ([], 0)
+
+
 def test_a_random_choice_is_made_by_logits_once_a_captured_step_has_its_kernels(
     device: Device, state: GraphState
 ) -> None:
