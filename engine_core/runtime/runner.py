@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from bisect import bisect_left
 from collections import defaultdict
@@ -17,6 +18,7 @@ from engine_core.configs import PoolingConfig, PoolingParams, SamplingParams, Sc
 from engine_core.errors import ErrorCode, ModelError
 from engine_core.kernels import choose_greedy, compiled
 from engine_core.nn.attention import cached_layers
+from engine_core.plugin_code import described
 from engine_core.runtime.block_tables import BlockTables, IntArray
 from engine_core.runtime.capture import Agreement, capturer_of
 from engine_core.runtime.compiles import NOBODY, Compiles
@@ -55,14 +57,16 @@ if TYPE_CHECKING:
     from engine_core.inputs import MediaItem, PromptState
     from engine_core.runtime.stages import StageLink
 
+logger = logging.getLogger(__name__)
+
 Way = Literal["graph", "recorded", "eager"]
 
 _NOT_FINITE = RowError(ErrorCode.NOT_FINITE, "the model gave hidden states that are not finite")
 
 # Seconds after which a start looks again which of its first steps have their kernels.
 _LOOK_AGAIN = 0.005
-# Rows that choose greedily at once. On a GPU more may have a kernel of their own, and that of a
-# first token, which these have, is there from the start.
+# Rows that choose greedily at once. On a GPU more may have a kernel of their own, but that of a
+# first token, which so many have, is there from the start.
 _GREEDY_ROWS = 32
 # Types of logits.
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -313,8 +317,13 @@ class ModelRunner:
         """Load what makes random choices until their kernels are compiled."""
         dtypes = (param.dtype for param in self.model.parameters())
         dtype = next((each for each in dtypes if each in _FLOATS), torch.float32)
-        if self._vocab_size is not None:
+        if self._vocab_size is None:
+            return
+        try:
             self._sampler.load_plain(self._vocab_size, dtype)
+        except Exception as error:
+            # The first random choice will load it, or say why it cannot.
+            logger.info("what chooses is not loaded ahead: %s", described(error))
 
     @torch.inference_mode()
     def wait_for_prompts(self) -> None:

@@ -1375,6 +1375,23 @@ def test_while_a_start_waits_it_loads_what_is_there_and_what_chooses_until_then(
     assert done == []
 
 
+def test_a_start_goes_on_if_what_chooses_cannot_be_loaded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first request that draws a token will say why, if it cannot be then."""
+    monkeypatch.setattr("engine_core.runtime.runner.launch_bound_tokens", lambda *_: 2048)
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("none is left")
+
+    monkeypatch.setattr("engine_core.runtime.sampler.sampler.sample_tokens", fails)
+    caplog.set_level(logging.INFO)
+    compiles = Listed(MOST, PROMPT)
+    make_runner(eager=False, compiles=compiles, vocab_size=VOCAB)
+    assert (PROMPT in compiles.captured, compiles.coming) == (True, [])
+    assert "none is left" in caplog.text
+
+
 def test_a_server_finds_what_cannot_be_captured_before_a_request_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
