@@ -77,6 +77,18 @@ def test_what_processes_compiled_is_found_by_launches(tmp_path: Path) -> None:
     assert (again["compiled"], again["hits"]) == ([], [True])
 
 
+def test_a_kernel_can_be_loaded_once_all_that_its_launch_needs_is_there(tmp_path: Path) -> None:
+    """Compiled or kept from before; not one that failed. Ranks are other processes."""
+    *alone_twice, ranks = json.loads(alone("told_ahead.py", tmp_path).stdout)
+    for told in alone_twice:
+        loads = [place for place, (kind, _) in enumerate(told) if kind == "load"]
+        names = sorted(told[place][1] for place in loads)
+        assert names == ["_choose_greedy_kernel", "_norm_kernel"]
+        assert all(["compiled", told[place][1]] in told[:place] for place in loads)
+        assert [name for _, name in told].count("_norm_kernel") == 3  # one is compiled in vain
+    assert {kind for kind, _ in ranks} == {"compiled"}
+
+
 def scripted(*events: object, end: str = "", silence: float = 60.0) -> tuple[CompileProcess, Path]:
     """A process that writes these events, each once there is a line more in what it was sent."""
     code = (
