@@ -588,7 +588,7 @@ EACH_KIND = (
 )
 MORE_FORMS = (
     *("8B", "0.5B", "1B-long", "heads-80", "heads-256", "quick-gelu-bias", "codes-gated-32"),
-    *("codes-stored-32", "products-17", "gated-undivided", "gated-three"),
+    *("codes-stored-32", "products-17", "gated-undivided", "gated-undivided-wide", "gated-three"),
     *(
         "blocks-gated-8",
         "blocks-added-4",
@@ -600,7 +600,7 @@ MORE_FORMS = (
     ),
     *("floats-added-3", "floats-stored-1", "floats-stored-16", "floats-gated-32"),
     *("codes-added-64", "segments-80", "segments-64-long", "products-wide-32"),
-    *("products-wide-192", "held-added-8", "held-stored-16", "chain-bias"),
+    *("products-wide-192", "held-added-8", "held-added-225", "held-stored-16", "chain-bias"),
 )
 
 
