@@ -564,7 +564,7 @@ class _Leisure:
         self._captured, self._begin = 0, 0.0
 
     def use(self) -> bool:
-        """Capture half of a step, or time one, or wait a moment; False if nothing is left to do."""
+        """Load a kernel, capture half a step, time one, or wait a moment; False if all is done."""
         begin, late = time.monotonic(), self._compiles.late
         if self._core.capture_next(part=True):
             self._begin = self._begin or begin

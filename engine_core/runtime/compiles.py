@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 # 15 seconds, and more where several share a core.
 _SILENCE = 180.0
 PATIENCE = 0.02
-"""Seconds that an idle engine waits for kernels before it looks for requests."""
+"""Seconds that an engine waits for kernels before it looks for requests, if it is idle, or for what
+it can load meanwhile."""
 
 
 class Compiles:

@@ -34,7 +34,7 @@ MEMORY = (140 << 30, 140 << 30)
 
 
 def by_logits(task: Rehearsal, rows: int, vocab: int, dtype: torch.dtype) -> list[Variant]:
-    """What a random choice of so many rows launches that is made by a step's logits."""
+    """Launches of a random choice of so many rows that is made by a step's logits."""
     launched: list[Part] = []
     free, total = MEMORY
     with (
