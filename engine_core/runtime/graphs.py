@@ -504,6 +504,8 @@ class DecodeGraphs(_Graphs):
         self._turn = 0
         # Those whose tensors the adjusted graphs have captured.
         self._adjustments: Adjustments | None = None
+        # Whether the step that begins next does without a capture, and has loaded its kernel.
+        self._spared = False
 
     def _compile_others(self) -> None:
         # Those of adjusted choice, which is made by the logits until it is captured, and those of
@@ -574,7 +576,8 @@ class DecodeGraphs(_Graphs):
         if not state.compiles.ready(key):
             return False
         stands_in = not state.deterministic and self.chooses(count)
-        return not (stands_in and state.spares_captures(_APART))
+        self._spared = stands_in and state.spares_captures(_APART)
+        return not self._spared
 
     def _offer_adjusted(self, keys: Sequence[GraphKey]) -> Choice | None:
         """As :meth:`offer`; the keys are those of enough rows."""
@@ -612,7 +615,8 @@ class DecodeGraphs(_Graphs):
         state.count_step()
         missing = key not in self._graphs and key not in state.uncaptured
         larger = next((each for each in keys if each in self._graphs), None)
-        spared = missing and larger is not None and state.spares_captures(_APART)
+        offered, self._spared = self._spared, False
+        spared = missing and larger is not None and (offered or state.spares_captures(_APART))
         if spared or (missing and not state.compiles.ready(key)):
             ready = (each for each in keys if state.compiles.ready(each))
             there = larger or next(ready, None)

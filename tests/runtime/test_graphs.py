@@ -1052,6 +1052,29 @@ def test_no_kernel_is_loaded_in_a_step_that_is_captured_all_the_same(
     assert (device.take(), coming.unloaded) == ([(4, 4)], 1)
 
 
+def test_one_kernel_is_loaded_in_a_step_that_chooses_by_logits(
+    device: Device, state: GraphState
+) -> None:
+    """Neither its own graph is there nor that of greedy rows."""
+    state.compiles = coming = Coming()
+    coming.compiled |= {GraphKey(size, size, 0) for size in (1, 2, ROWS)}
+    coming.compiled |= {GraphKey(2, 2, 0, Choice.RANDOM)}
+    graphs = DecodeGraphs(state)
+    list(graphs.starts())
+    device.take()
+    state.since_capture, coming.unloaded = 40, 3
+    for left in (2, 1):
+        assert graphs.offer(2, Choice.RANDOM) is None
+        assert graphs.begin(*rows(2)) is not None
+        assert (device.take(), coming.unloaded) == ([], left)
+    # A greedy step loads one as well.
+    assert graphs.offer(2, Choice.GREEDY) is Choice.GREEDY
+    assert graphs.begin(*rows(2)) is not None
+    assert (device.take(), coming.unloaded) == ([], 0)
+    assert graphs.begin(*rows(2)) is not None
+    assert device.take() == [(2, 2)]
+
+
 def test_no_kernel_is_loaded_in_a_step_that_has_its_graph(
     device: Device, state: GraphState
 ) -> None:
