@@ -90,6 +90,7 @@ def has_notes() -> bool:
 def _asked(source: ModelSource, config: EngineConfig) -> MadeFor:
     """The part of it that a user asked for."""
     return {
+        "tensors": _tensors(source),
         "model": _digest(source.model_config.model_dump_json()),
         "class": source.model_class.__qualname__,
         "dtype": str(source.dtype),
@@ -97,6 +98,19 @@ def _asked(source: ModelSource, config: EngineConfig) -> MadeFor:
         "scheme": None if source.scheme is None else source.scheme.name,
         "settings": {name: getattr(config, name) for name in _SETTINGS},
     }
+
+
+def _tensors(source: ModelSource) -> str | None:
+    """A digest of how a checkpoint's weights are quantised, where its tensors say it."""
+    scheme, checkpoint = source.scheme, source.checkpoint
+    if scheme is None:
+        return None
+    if checkpoint.gguf is not None:
+        return _digest(json.dumps(sorted(checkpoint.gguf.block_types.items())))
+    if scheme.settings is None:  # quantised at load
+        return None
+    held = sorted((each.name, each.dtype, each.shape) for each in checkpoint.headers.values())
+    return _digest(json.dumps(held))
 
 
 def _on(gpu: GPU) -> MadeFor:

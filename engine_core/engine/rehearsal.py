@@ -23,9 +23,11 @@ import torch
 from torch import nn
 from triton.runtime.cache import triton_key
 
+from engine_core.configs import EngineConfig
 from engine_core.engine import kept_kernels
 from engine_core.engine.beside import Rehearsal
 from engine_core.engine.startup import Opened, load, open_engine
+from engine_core.errors import CheckpointNotFoundError
 from engine_core.nn.decoder import Decoder
 from engine_core.nn.distributed import is_rehearsing, without_ranks
 from engine_core.plugin_code import described
@@ -98,6 +100,7 @@ class _NextRank(_OnceCapturer):
 class _Steps(Compiles):
     """Notes what each step's launches need."""
 
+    reads_weights = False
     capturer: Callable[[torch.device], Capturer] = _OnceCapturer
 
     def __init__(
@@ -181,9 +184,7 @@ def rehearse(
         EngineError: the model cannot run; the subclass says why.
         Exception: a family's code may raise anything where numbers are missing.
     """
-    config = task.config.replace(
-        load_format="dummy", device="cuda", tokenizer=None, skip_tokenizer_init=True
-    )
+    config = task.config.replace(device="cuda", tokenizer=None, skip_tokenizer_init=True)
     ranks = config.num_ranks
     # What ranks capture does not depend on what is compiled: they know nothing of it.
     steps, need = _Steps(recorded, under_way=ranks == 1), Need.FIRST
@@ -205,7 +206,7 @@ def rehearse(
             yield
 
     with there():
-        opened = open_engine(task.model, config)
+        opened = _opened(task.model, config)
     executors: list[Executor | None] = [None]
     if ranks > 1:
         with there():
@@ -237,6 +238,25 @@ def rehearse(
                 pass
     steps.end()
     return opened
+
+
+def _opened(model: str, config: EngineConfig) -> Opened:
+    """The model, of whose tensors no numbers are read.
+
+    Those that are quantised say by their names, shapes and types which linears have which kernels.
+    Of any other the config says it all, so that its files need not be there.
+
+    Raises:
+        EngineError: the model cannot run; the subclass says why.
+    """
+    try:
+        # A GGUF file that is not kept in blocks is converted by the engine alone.
+        return open_engine(model, config, convert=False)
+    except CheckpointNotFoundError:
+        opened = open_engine(model, config.replace(load_format="dummy"), convert=False)
+        if opened.source.scheme is not None and opened.source.scheme.settings is not None:
+            raise
+        return opened
 
 
 class _Word(Agreement):

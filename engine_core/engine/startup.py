@@ -105,11 +105,14 @@ _DEPTH = {"cpu": 0, "cuda": 2}
 _MAX_REPEAT = {"cpu": 1, "cuda": 8}
 
 
-def open_engine(model: str, config: EngineConfig, *, fork: bool = False) -> Opened:
+def open_engine(
+    model: str, config: EngineConfig, *, fork: bool = False, convert: bool = True
+) -> Opened:
     """Find and check a model; no memory is taken for it.
 
     ``fork`` has processes of several ranks, where they may be copies of this one, begin beside it:
-    before this process asks a GPU for anything.
+    before this process asks a GPU for anything. ``convert`` is that of
+    :func:`~engine_core.checkpoint.open_checkpoint`.
 
     Raises:
         EngineError: the model cannot run; the subclass says why.
@@ -124,7 +127,7 @@ def open_engine(model: str, config: EngineConfig, *, fork: bool = False) -> Open
         with phases.timed("fork"):
             ranks = fork_ranks(model, config)
     with ended_on_failure(ranks):
-        return _open(model, config, registry, phases, ranks)
+        return _open(model, config, registry, phases, ranks, convert)
 
 
 def _open(
@@ -133,9 +136,10 @@ def _open(
     registry: Registry,
     phases: Phases,
     ranks: RankProcesses | None,
+    convert: bool,
 ) -> Opened:
     with phases.timed("config"):
-        source = open_model(model, config, registry)
+        source = open_model(model, config, registry, convert=convert)
         if source.model_config.caveat is not None:
             logger.warning("%s", source.model_config.caveat)
         generation_config = source.checkpoint.generation_config

@@ -101,7 +101,9 @@ def _apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return value
 
     name = func._schema.name
-    if name.endswith("_") and name not in _RESHAPING and isinstance(args[0], AbsentTensor):
+    # Those of Python's operators, such as __rshift__, have a result of their own.
+    in_place = name.endswith("_") and not name.endswith("__") and name not in _RESHAPING
+    if in_place and isinstance(args[0], AbsentTensor):
         return args[0]  # for new numbers PyTorch's Python would import its compiler, for a second
     if "generator" in kwargs:  # nothing is drawn, but some operations have one
         kwargs["generator"] = None

@@ -36,10 +36,12 @@ class Compiles:
         capturer: what captures steps in place of the device's own; None for that.
         late: how often an idle engine captured nothing in its turn, since kernels were not there
             yet or were to be loaded, or since the step was to be run before.
+        reads_weights: whether the checkpoint's numbers are read; without, weights have any.
     """
 
     capturer: Callable[[Any], Capturer] | None = None
     late = 0
+    reads_weights = True
 
     @property
     def under_way(self) -> bool:

@@ -111,12 +111,15 @@ class Worker:
             )
             checkpoint: Any = without_head(model, source.checkpoint, source.model_config)
             account = None
-            if config.load_format != "dummy":
+            has_tensors = config.load_format != "dummy"
+            reads = has_tensors and self._compiles.reads_weights
+            # Of quantised weights the tensors say which linears are, and how.
+            if reads or (has_tensors and source.scheme is not None):
                 checkpoint, account = match_weights(model, checkpoint, source.name, source.scheme)
             elif source.scheme is not None:
                 source.scheme.match_dummy()
             if self._link is not None:
-                tensors = None if config.load_format == "dummy" else checkpoint
+                tensors = checkpoint if reads else None
                 checkpoint, self._cached = cut(model, tensors, source.name, self._link)
             specs = cache_specs(model)
             size = weight_bytes(model, account if source.device.type == "cpu" else None)
@@ -125,7 +128,7 @@ class Worker:
                 size = max(size, sum(param.nbytes for param in model.parameters()))
             platform.check_weights_fit(size, source.device)
         with phases.timed("weights"):
-            if config.load_format == "dummy":
+            if not reads:
                 packing = dummy_weights(model, source.device, config.seed)
             else:
                 packing = load_weights(

@@ -13,6 +13,7 @@ import forkserver
 import pytest
 import torch
 from golden_fixtures import GOLDEN
+from packed_checkpoints import FORMATS, write
 
 from engine_core.check.gpus import gpu_names
 
@@ -21,11 +22,13 @@ pytest.importorskip("triton", reason="triton is not installed")
 SMALL = ["--max-num-seqs", "1", "--max-num-batched-tokens", "64", "--max-model-len", "128"]
 
 
-def warm(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def warm(
+    *arguments: str, model: Path = GOLDEN / "llama-gqa", **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run it by a process in which kernels are not interpreted."""
     others = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     return forkserver.run(
-        [sys.executable, "-m", "engine_core.cli", "warm", str(GOLDEN / "llama-gqa"), *arguments],
+        [sys.executable, "-m", "engine_core.cli", "warm", str(model), *arguments],
         env=others | {"COLUMNS": "1000"} | environment,
         capture_output=True,
         text=True,
@@ -56,6 +59,16 @@ def test_a_gpu_is_named_where_there_is_none() -> None:
     done = warm(**hidden)
     assert done.returncode == 2
     assert f"known are {', '.join(gpu_names())}" in done.stderr
+
+
+def test_quantised_weights_have_to_be_there(tmp_path: Path) -> None:
+    """A config does not say which linears have codes."""
+    model = write(tmp_path / "awq", {}, FORMATS["awq"].settings)
+    (model / "model.safetensors").unlink()
+    done = warm("--gpu", "H200", model=model)
+    assert done.returncode == 1
+    assert f"{model} has no weight files" in done.stderr
+    assert "it holds config.json" in done.stderr
 
 
 @pytest.mark.slow

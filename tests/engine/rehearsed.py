@@ -1,11 +1,11 @@
 """Launches of models' starts on an H200, found out without one.
 
 Run by itself with folders of models, since Triton's interpreter takes the compiler's place in the
-other tests. A type and a number of ranks may follow a folder, each after a "=". For each it prints
-a line of JSON: the kernels of each step, how many variants each has, how soon each is needed, which
-an engine cannot load before they are launched, which that choose randomly by logits are others than
-those of a step of as many rows, and whether the same variants are launched if all layers are run,
-not just those that differ.
+other tests. A type, a number of ranks and a quantisation may follow a folder, each after a "=". For
+each it prints a line of JSON: the kernels of each step, how many variants each has, how soon each
+is needed, which an engine cannot load before they are launched, which that choose randomly by
+logits are others than those of a step of as many rows, and whether the same variants are launched
+if all layers are run, not just those that differ.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def main(models: list[str]) -> None:
     keep, kept = Decoder.keep, []
     for model in models:
         name, *given = model.split("=")
-        settings: dict[str, Any] = dict(zip(("dtype", "tensor_parallel_size"), given, strict=False))
+        fields = ("dtype", "tensor_parallel_size", "quantization")
+        settings: dict[str, Any] = dict(zip(fields, given, strict=False))
         settings["tensor_parallel_size"] = int(settings.get("tensor_parallel_size", 1))
         Decoder.keep = keep
         needs: dict[str, Need] = {}

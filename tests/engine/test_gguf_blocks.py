@@ -6,11 +6,9 @@ import logging
 import math
 from pathlib import Path
 
-import gguf
-import numpy as np
 import pytest
 import torch
-from gguf_blocks import random_blocks
+from gguf_blocks import write_mixed
 from torch import Tensor
 
 from engine_core import LLM, EngineConfig, SamplingParams
@@ -25,52 +23,11 @@ from engine_core.testing.tiny_model import TinyModel
 from engine_core_llama.gguf import LlamaGGUFAdapter
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-HIDDEN, VOCABULARY, LAYERS = 256, 96, 2
-# As llama.cpp mixes them, and one type that is unpacked.
-TYPES = {
-    "attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q6_K", "attn_output": "Q5_K",
-    "ffn_gate": "Q4_0", "ffn_up": "Q4_0", "ffn_down": "Q8_0",
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("mixed") / "mixed.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(128)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(HIDDEN)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-
-    def add(name: str, type_name: str, rows: int) -> None:
-        raw, numbers = random_blocks(type_name, rows, HIDDEN, seed=len(name))
-        kind = gguf.GGMLQuantizationType[type_name]
-        # Numbers of the usual size, so that the model's results depend on all of them.
-        raw, _ = random_blocks(
-            type_name, rows, HIDDEN, seed=len(name), scale=1 / (16 * numbers.std() * HIDDEN**0.5)
-        )
-        writer.add_tensor(name, raw.reshape(rows, -1), raw_dtype=kind)
-
-    ones = np.ones(HIDDEN, np.float32)
-    add("token_embd.weight", "Q6_K", VOCABULARY)
-    for layer in range(LAYERS):
-        for norm in ("attn_norm", "ffn_norm"):
-            writer.add_tensor(f"blk.{layer}.{norm}.weight", ones)
-        for name, type_name in TYPES.items():
-            chosen = "IQ4_NL" if (layer, name) == (1, "attn_output") else type_name
-            rows = HIDDEN // 2 if name in ("attn_k", "attn_v") else HIDDEN
-            add(f"blk.{layer}.{name}.weight", chosen, rows)
-    writer.add_tensor("output_norm.weight", ones)
-    add("output.weight", "Q5_0", VOCABULARY)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return write_mixed(tmp_path_factory.mktemp("mixed") / "mixed.gguf")
 
 
 def model_of(path: Path, device: torch.device | None) -> tuple[torch.nn.Module, int]:

@@ -10,12 +10,28 @@ from typing import Any
 
 import forkserver
 import pytest
+from gguf_blocks import write_mixed
 from golden_fixtures import GOLDEN
+from packed_checkpoints import FORMATS, llama, packed, write
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 # Layers: all alike, and two kinds of which every third is the other.
 MODELS = ["llama-gqa", "gemma3-ropes", "mixtral-tiny"]
+
+
+def rehearsals(cache: Path, *models: str) -> list[dict[str, Any]]:
+    """The lines of a process in which kernels are not interpreted."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = forkserver.run(
+        [sys.executable, str(Path(__file__).with_name("rehearsed.py")), *models],
+        env=environment | {"TRITON_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [*map(json.loads, done.stdout.splitlines())]
 
 
 def check_ranks(found: dict[str, Any], alone: dict[str, Any]) -> None:
@@ -33,21 +49,8 @@ def check_ranks(found: dict[str, Any], alone: dict[str, Any]) -> None:
 
 def test_all_steps_of_a_start_run_on_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     """Of layers that are alike few are run, and the same variants are launched as of all."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = forkserver.run(
-        [
-            sys.executable,
-            str(Path(__file__).with_name("rehearsed.py")),
-            *(f"{GOLDEN / model}=bfloat16" for model in MODELS),
-            f"{GOLDEN / 'llama-gqa'}=bfloat16=2",
-        ],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    *alone, ranks = map(json.loads, done.stdout.splitlines())
+    models = [f"{GOLDEN / model}=bfloat16" for model in MODELS]
+    *alone, ranks = rehearsals(tmp_path, *models, f"{GOLDEN / 'llama-gqa'}=bfloat16=2")
     check_ranks(ranks, alone[0])
     found = dict(zip(MODELS, alone, strict=True))
     for model, rehearsed in found.items():
@@ -87,3 +90,23 @@ def test_all_steps_of_a_start_run_on_a_gpu_that_is_not_there(tmp_path: Path) -> 
         assert needs["_decode_kernel"] == "SOON"
         assert needs["_settle_kernel"] == "LATER"
     assert found["mixtral-tiny"]["steps"].keys() == found["llama-gqa"]["steps"].keys()
+
+
+def test_quantised_weights_are_rehearsed_by_what_their_tensors_say(tmp_path: Path) -> None:
+    """Their numbers are not read. Others need no files but the config."""
+    config = {"max_position_embeddings": 128}
+    held, _ = packed(llama(), FORMATS["awq"], lambda name: "lm_head" in name)
+    awq = write(tmp_path / "awq", held, FORMATS["awq"].settings, **config)
+    plain = write(tmp_path / "plain", llama(), **config)
+    (plain / "model.safetensors").unlink()
+    mixed = write_mixed(tmp_path / "mixed.gguf")
+    kept = f"{mixed}=bfloat16=1=gguf"
+    given = (f"{plain}=bfloat16", f"{awq}=bfloat16", kept, f"{mixed}=bfloat16")
+    found = rehearsals(tmp_path / "cache", *given)
+    assert all(each["same"] for each in found)
+    plain, awq, blocks, unpacked = (each["counts"] for each in found)
+    assert awq["_linear_kernel"] > 0
+    assert blocks["_linear_kernel"] > awq["_linear_kernel"]
+    # Of many rows blocks become numbers; of few, numbers of so small a model are cuBLAS's.
+    assert blocks["_numbers_kernel"] > 0
+    assert not {"_linear_kernel", "_numbers_kernel"} & {*plain, *unpacked}

@@ -605,7 +605,8 @@ def test_a_start_knows_before_it_imports_triton_whether_kernels_may_be_kept(
         model_class=Fake,
         dtype=torch.bfloat16,
         kv_cache_dtype="auto",
-        scheme=None,
+        scheme=SimpleNamespace(name="s", settings={}),
+        checkpoint=SimpleNamespace(gguf=None, headers={}),
     )
     config, gpu = EngineConfig(max_num_seqs=4), GPU.of_capability((9, 0))
     assert not kept_kernels.may_be_kept(source, config, gpu)
@@ -619,6 +620,10 @@ def test_a_start_knows_before_it_imports_triton_whether_kernels_may_be_kept(
     source.dtype = torch.float16
     assert not kept_kernels.may_be_kept(source, config, gpu)
     source.dtype = torch.bfloat16
+    # Which linears are quantised is not in the config.
+    source.checkpoint.headers["w"] = SimpleNamespace(name="w", dtype="int32", shape=(4, 8))
+    assert not kept_kernels.may_be_kept(source, config, gpu)
+    source.checkpoint.headers.clear()
     # Another Triton's kernels are seen only later; another engine's now.
     for name, may_be in (("triton", True), ("torch", False), ("engine-core", False)):
         note.write_text(json.dumps({"made_for": made | {name: "another"}, "kernels": []}))
