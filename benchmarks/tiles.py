@@ -26,6 +26,7 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
   ``registers=96``: weights of one row wait in so many registers of a thread at most.
 - ``late=0``: attention is launched when queries, keys and values are, not behind their products.
 - ``turned=0``: no heads are columns of attention's products.
+- ``teams=0``: 4-bit codes have no programs of several warp groups that share x.
 - ``chain=0``: no linears from one attention to the next are one launch.
 - ``coded=0``: norms and activations quantise no rows; ``scaled=0``: the rotation applies no scales.
 
@@ -175,6 +176,8 @@ def settings(text: str) -> Iterator[None]:
                 stack.enter_context(
                     patch.object(fp8.Fp8Method, "scales_later", lambda self, layer, call: False)
                 )
+            elif key == "teams" and values == "0":
+                stack.enter_context(patch.object(linear, "choose_teams_tile", lambda *_: None))
             elif key == "chain":
                 most = int(values)
                 stack.enter_context(patch.object(chain, "MOST_ROWS", most))
@@ -190,6 +193,7 @@ def settings(text: str) -> Iterator[None]:
             "choose_fp8_tile",
             "choose_group_tile",
             "choose_codes_tile",
+            "choose_teams_tile",
         ):
             chosen = choosing(getattr(linear, name))
             stack.enter_context(patch.object(linear, name, chosen))

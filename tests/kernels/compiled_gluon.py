@@ -34,11 +34,13 @@ from engine_core.kernels.linear.groups.hopper import triton as codes
 from engine_core.kernels.linear.held.hopper import triton as held
 from engine_core.kernels.linear.hopper import triton as linear
 from engine_core.kernels.linear.integers.hopper import triton as integers
+from engine_core.kernels.linear.teams.hopper import triton as teams
 from engine_core.kernels.linear.tiles import (
     Tile,
     choose_blocks_tile,
     choose_codes_tile,
     choose_held_tile,
+    choose_teams_tile,
     product_tile,
 )
 from engine_core.kernels.segments.hopper import triton as segments
@@ -111,6 +113,20 @@ def codes_linear(rows: int, ending: str, dtype: torch.dtype) -> None:
     x = undivided(rows, k, dtype)
     epilogue = epilogue_of(ending, rows, n, 128, x.values, tile)
     codes.linear(x.values if ending == "added" else x, weight, epilogue, tile)
+
+
+def teams_linear(rows: int, ending: str, dtype: torch.dtype, has_zeros: bool = True) -> None:
+    """A linear by 4-bit codes of a program of two or four warp groups."""
+    n, k = {"gated": (28672, 4096), "added": (4096, 14336), "stored": (4096, 4096)}[ending]
+    tile = choose_teams_tile(rows, n, k, ending == "gated", GPU.of_capability((9, 0)))
+    assert tile is not None
+    scales = torch.zeros(k // 128, n, dtype=torch.float16)
+    words = torch.zeros(n, k // 128, 32, dtype=torch.int16)
+    zeros = scales.to(torch.int8) if has_zeros else None
+    weight, x = GroupWeight(words, scales, zeros, k, 128, dtype), undivided(rows, k, dtype)
+    assert teams.fits(x.values, weight)
+    epilogue = epilogue_of(ending, rows, n, 128, x.values, tile)
+    teams.linear(x.values if ending == "added" else x, weight, epilogue, tile)
 
 
 def blocks_linear(rows: int, ending: str, kind: str, dtype: torch.dtype) -> None:
@@ -197,6 +213,11 @@ LAUNCHES: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "codes-added-64": (codes_linear, (64, "added", FLOAT16)),
     "codes-stored-16": (codes_linear, (16, "stored", BFLOAT16)),
     "codes-stored-32": (codes_linear, (32, "stored", FLOAT16)),
+    "teams-gated-2": (teams_linear, (2, "gated", BFLOAT16)),
+    "teams-gated-32": (teams_linear, (32, "gated", BFLOAT16)),
+    "teams-gated-64": (teams_linear, (64, "gated", FLOAT16, False)),
+    "teams-added-32": (teams_linear, (32, "added", BFLOAT16, False)),
+    "teams-stored-17": (teams_linear, (17, "stored", FLOAT16)),
     "blocks-gated-1": (blocks_linear, (1, "gated", "Q4_K", BFLOAT16)),
     "blocks-gated-8": (blocks_linear, (8, "gated", "Q4_K", BFLOAT16)),
     "blocks-added-4": (blocks_linear, (4, "added", "Q5_K", FLOAT16)),
@@ -251,7 +272,7 @@ def resources(cubin: bytes) -> str:
 def main(names: list[str]) -> None:
     """Compile the launches of these names, or all."""
     compiled = compile_launches()
-    modules: tuple[Any, ...] = (linear, codes, blocks, integers, held, products, chain)
+    modules: tuple[Any, ...] = (*(linear, codes, teams, blocks, integers, held, products, chain),)
     for module in modules:
         module.pdl_options = lambda device: {"PDL": True, "launch_pdl": True}
     for name in names or LAUNCHES:

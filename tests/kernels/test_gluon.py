@@ -37,6 +37,7 @@ from engine_core.kernels.linear.tiles import (
     choose_blocks_tile,
     choose_codes_tile,
     choose_held_tile,
+    choose_teams_tile,
 )
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 7)
@@ -417,18 +418,22 @@ class OfEndings:
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("zeros", [True, False])
+@pytest.mark.parametrize(
+    ("module", "zeros"), [("groups", True), ("groups", False), ("teams", True)]
+)
 def test_linears_by_codes_are_tried_on_a_case_that_torch_solves(
     ending: str,
+    module: str,
     zeros: bool,
     launch_device: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tried, right = Tried("linear.groups", tmp_path, monkeypatch), OfEndings(ending)
-    tile = choose_codes_tile(5, 4096, 4096, False, HOPPER)
+    tried, right = Tried(f"linear.{module}", tmp_path, monkeypatch), OfEndings(ending)
+    rows, choose = (20, choose_teams_tile) if module == "teams" else (5, choose_codes_tile)
+    tile = choose(rows, 4096, 4096, False, HOPPER)
     of = of_codes(torch.bfloat16, launch_device, zeros=zeros)
-    like = torch.empty((5, 4096), dtype=torch.bfloat16, device=launch_device)
+    like = torch.empty((rows, 4096), dtype=torch.bfloat16, device=launch_device)
     assert tried.trusts("linear", right, like, of, tile, ending)
     for part in right.parts:
         right.last = part
@@ -532,6 +537,12 @@ def test_hoppers_own_kernels_pass_their_trials(
     weight = of_codes(dtype, "cuda", zeros=True)
     tile = choose_codes_tile(1, 4096, 4096, False, HOPPER)
     blocks, integers = hopper("linear.blocks"), hopper("linear.integers")
+    teams = hopper("linear.teams")
+
+    def teams_of(rows: int, ending: str) -> Tile | None:
+        gated = ending == "gated"
+        return choose_teams_tile(rows, 28672 if gated else 4096, 4096, gated, HOPPER)
+
     squares = torch.ones((1, 14), device="cuda")
     undivided = DeferredRMSNorm(like(1, 64)[0], squares, 1e-5)
     cases: list[tuple[ModuleType, tuple[Any, ...]]] = [
@@ -547,6 +558,11 @@ def test_hoppers_own_kernels_pass_their_trials(
         *((linear, (like(1, 64)[0], has_bias, True, 64)) for has_bias in (False, True)),
         *((linear, (undivided, False, True, *tile)) for tile in ((64, 2), (64, 3), (128, 2))),
         *((codes, (like(1, 4096)[0], weight, tile, ending)) for ending in ENDINGS),
+        *(
+            (teams, (like(rows, 4096)[0], weight, teams_of(rows, ending), ending))
+            for ending in ENDINGS
+            for rows in ((16, 32, 64) if ending == "gated" else (32,))
+        ),
         *(
             (blocks, (like(rows, 4096)[0], weight, few_of(rows, weight), ending))
             for name in ("Q4_K", "Q6_K", "Q4_0", "Q5_1", "Q8_0")
@@ -583,12 +599,14 @@ def test_what_a_trial_allows_is_what_tests_allow() -> None:
 # Of each kernel the forms that differ most, each of which takes seconds.
 EACH_KIND = (
     *("heads-48", "gated-bias", "gated-narrow", "segments-64", "codes-gated-1", "blocks-gated-1"),
+    "teams-gated-32",
     *("floats-gated-1", "floats-gated-16"),
     *("products-parts-96", "held-gated-8", "chain"),
 )
 MORE_FORMS = (
     *("8B", "0.5B", "1B-long", "heads-80", "heads-256", "quick-gelu-bias", "codes-gated-32"),
     *("codes-stored-32", "products-17", "gated-undivided", "gated-undivided-wide", "gated-three"),
+    *("teams-gated-2", "teams-gated-64", "teams-added-32", "teams-stored-17"),
     *(
         "blocks-gated-8",
         "blocks-added-4",

@@ -23,9 +23,23 @@ from engine_core.kernels.linear.tiles import (
     Tile,
     choose_blocks_tile,
     choose_codes_tile,
+    choose_teams_tile,
 )
 
 HOPPER, ADA, BLACKWELL = (GPU.of_capability(each) for each in ((9, 0), (8, 9), (10, 0)))
+
+
+class Teams(NamedTuple):
+    """A kind by warp groups that share x: how many, registers of a thread, and whether ahead."""
+
+    kind: Kind
+    teams: int
+    max_registers: int = 0
+    ahead: bool = False
+
+    @property
+    def k(self) -> int:
+        return self.kind.k
 
 
 class Blocks(NamedTuple):
@@ -46,6 +60,11 @@ CASES = [
     (Kind(4, 128, False, 1152, torch.bfloat16), 32, 1, torch.float16),
     (Kind(4, 256, True, 1536, torch.float32), 70, 4, torch.bfloat16),
     (Kind(4, 0, True, 272), 11, 1, torch.bfloat16),
+    (Teams(Kind(4, 128, True, 1280), 4), 11, 1, torch.bfloat16),
+    (Teams(Kind(4, 128, False, 1280, torch.bfloat16), 2, 80), 32, 1, torch.float16),
+    (Teams(Kind(4, 128, True, 1792), 2, ahead=True), 32, 4, torch.bfloat16),
+    (Teams(Kind(4, 128, True, 512, torch.float32), 2), 3, 4, torch.bfloat16),
+    (Teams(Kind(4, 128, False, 1280), 4), 70, 1, torch.bfloat16),
     (Blocks("Q4_K", 1280), 11, 4, torch.bfloat16),
     (Integers("Q4_K", 1280), 1, 4, torch.bfloat16),
     (Integers("Q4_K", 2304), 8, 1, torch.float16),
@@ -72,7 +91,16 @@ of_all_cases = pytest.mark.parametrize(("kind", "rows", "splits", "dtype"), CASE
 on_hopper = pytest.mark.usefixtures("on_hopper")
 
 
-def tile_of(kind: Kind | Blocks, splits: int) -> Tile:
+def tile_of(kind: Kind | Blocks | Teams, splits: int, gated: bool = False) -> Tile:
+    if isinstance(kind, Teams):
+        return Tile(
+            *(CODES_BLOCK_N // 2 if gated else CODES_BLOCK_N, 256, splits, "teams", 4, 2),
+            least_rows=8,
+            most_rows=64,
+            max_registers=kind.max_registers,
+            ahead=kind.ahead,
+            teams=kind.teams,
+        )
     sizes = (CODES_BLOCK_N, 256, splits, "codes", 4, 2)
     if isinstance(kind, Integers):
         return Tile(*sizes, least_rows=2 if kind.name == "Q6_K" else 4, most_rows=8)
@@ -83,9 +111,10 @@ def tile_of(kind: Kind | Blocks, splits: int) -> Tile:
 class Case:
     """Rows by a weight of N rows, which need not end at a tile, and their products in float64."""
 
-    def __init__(self, kind: Kind | Blocks, rows: int, n: int, dtype: torch.dtype) -> None:
+    def __init__(self, kind: Kind | Blocks | Teams, rows: int, n: int, dtype: torch.dtype) -> None:
         name = "blocks" if isinstance(kind, Blocks) else "groups"
         name = "integers" if isinstance(kind, Integers) else name
+        name = "teams" if isinstance(kind, Teams) else name
         self.hopper: Any = importlib.import_module(
             f"engine_core.kernels.linear.{name}.hopper.triton"
         )
@@ -97,7 +126,8 @@ class Case:
             self.weight, self.numbers = weight, numbers.double()
             self.x *= n**0.5 / self.numbers.norm()
         else:
-            self.weight, self.numbers = made(kind, n, dtype, "cuda")
+            plain = kind.kind if isinstance(kind, Teams) else kind
+            self.weight, self.numbers = made(plain, n, dtype, "cuda")
         self.product = self.x.double() @ self.numbers.T + self.bias.double()
         assert self.hopper.fits(self.x, self.weight)
 
@@ -112,11 +142,12 @@ class Case:
 @on_hopper
 @of_all_cases
 def test_products_and_what_activates_them(
-    kind: Kind | Blocks, rows: int, splits: int, dtype: torch.dtype
+    kind: Kind | Blocks | Teams, rows: int, splits: int, dtype: torch.dtype
 ) -> None:
-    case, tile = Case(kind, rows, 1056, dtype), tile_of(kind, splits)
+    case = Case(kind, rows, 1056, dtype)
 
     def run(x: Any, gated: bool, name: str | None) -> Tensor:
+        tile = tile_of(kind, splits, gated)
         epilogues = [case.kernels.Activated.of(case.x, case.n, gated, name) for _ in range(2)]
         outs = [case.hopper.linear(x, case.weight, e, tile, case.bias) for e in epilogues]
         assert torch.equal(*outs)
@@ -138,7 +169,7 @@ def test_products_and_what_activates_them(
 @on_hopper
 @of_all_cases
 def test_the_residual_and_the_norm(
-    kind: Kind | Blocks, rows: int, splits: int, dtype: torch.dtype
+    kind: Kind | Blocks | Teams, rows: int, splits: int, dtype: torch.dtype
 ) -> None:
     case, tile = Case(kind, rows, 1056, dtype), tile_of(kind, splits)
     residual, norm_weight = case.randn(rows, case.n), case.randn(case.n)
@@ -154,7 +185,7 @@ def test_the_residual_and_the_norm(
 @on_hopper
 @of_all_cases
 def test_heads_are_rotated_and_stored(
-    kind: Kind | Blocks, rows: int, splits: int, dtype: torch.dtype
+    kind: Kind | Blocks | Teams, rows: int, splits: int, dtype: torch.dtype
 ) -> None:
     heads, kv_heads, rotates = 3, 2, rows != 32
     head_dim = {1: 128, 3: 64, 8: 256, 11: 64, 32: 128, 70: 256}[rows]
@@ -228,6 +259,48 @@ def test_the_engines_linears_take_it(kind: Kind | Blocks, monkeypatch: pytest.Mo
 
 @pytest.mark.gpu
 @on_hopper
+def test_the_engines_linears_take_teams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And in a graph these begin before the kernel ahead has ended, which lets them at once."""
+    case = Case(Teams(Kind(4, 128, True, 4096), 2), 32, 4096, torch.bfloat16)
+    seen, launched = [], case.hopper.linear
+
+    def spy(x: Any, weight: GroupWeight, epilogue: Any, *more: Any) -> Tensor:
+        seen.append(type(epilogue).__name__)
+        out: Tensor = launched(x, weight, epilogue, *more)
+        return out
+
+    monkeypatch.setattr(case.hopper, "linear", spy)
+    norm_weight = (torch.rand(4096, device="cuda") + 0.5).bfloat16()
+    k_cache, v_cache = torch.zeros(2, 4, 8, 4, 128, device="cuda", dtype=torch.bfloat16)
+    slots = torch.arange(32, device="cuda")
+
+    def chain() -> list[Tensor]:
+        x, residual, results = case.x, case.x.clone(), []
+        for _ in range(4):
+            normed, residual = linear_add(x, case.weight, None, residual, norm_weight, 1e-5)
+            x = linear(normed, case.weight)
+            q = linear_rotary_store(x, case.weight, None, None, None, k_cache, v_cache, slots)
+            results += [normed.values, residual, x, q, k_cache.clone(), v_cache.clone()]
+        return results
+
+    results = chain()
+    assert seen == ["Added", "Activated", "Stored"] * 4
+    case.check(results[1], case.x.double() @ case.numbers.T + case.x.double())
+    product = results[2].double() @ case.numbers.T
+    case.check(results[3].view(32, -1), product[:, :3072])
+    stored_keys = results[4].view(32, -1)
+    case.check(stored_keys, product[:, 3072:3584])
+    check_replays(chain, results)
+    seen.clear()
+    linear(case.x[:16], case.weight)
+    linear(torch.cat((case.x, case.x)), case.weight)
+    shifted = torch.zeros(32, 4104, device="cuda", dtype=torch.bfloat16)[:, 4:4100]
+    linear(shifted, case.weight)
+    assert seen == []
+
+
+@pytest.mark.gpu
+@on_hopper
 @pytest.mark.parametrize(
     "kind",
     [
@@ -278,6 +351,29 @@ def test_what_it_does_not_fit(hopper: ModuleType, launch_device: str) -> None:
     assert not fits(plain, torch.zeros(3, 528, dtype=torch.bfloat16)[:, 4:516])
 
 
+def test_what_teams_do_not_fit(launch_device: str) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    del launch_device  # where Triton may be imported
+    teams = importlib.import_module("engine_core.kernels.linear.teams.hopper.triton")
+    x = torch.zeros(3, 512, dtype=torch.bfloat16)
+
+    def fits(kind: Kind, n: int = 64, x: Tensor = x, dtype: torch.dtype = torch.bfloat16) -> bool:
+        answer: bool = teams.fits(x, made(kind, n, dtype, "cpu")[0])
+        return answer
+
+    plain = Kind(4, 128, True, 512)
+    assert fits(plain)
+    assert fits(plain._replace(zeros=False, scales=torch.float32))
+    assert not fits(plain, 48)
+    assert not fits(plain._replace(group=256))
+    assert not fits(plain._replace(group=0))
+    assert not fits(plain._replace(group=64))
+    assert not fits(plain._replace(bits=8))
+    assert not fits(plain._replace(k=384), x=x[:, :384].contiguous())
+    assert not fits(plain, dtype=torch.float16)
+    assert not fits(plain, x=torch.zeros(3, 528, dtype=torch.bfloat16)[:, 4:516])
+
+
 @pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q5_1", "Q8_0"])
 def test_what_blocks_it_fits(name: str, launch_device: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
@@ -307,6 +403,27 @@ def test_where_it_was_seen_to_be_faster() -> None:
     assert splits(896, 4864, False) == splits(4096, 896, False) == [0] * 5
     for gpu in (ADA, BLACKWELL, None):
         assert splits(4096, 4096, False, gpu) == [0] * 5
+
+
+def test_where_teams_were_seen_to_be_faster() -> None:
+    """The measurements are in benchmarks/notes/quantisation.md."""
+
+    def chosen(n: int, k: int, gated: bool, gpu: GPU | None = HOPPER) -> list[tuple[int, int]]:
+        tiles = (choose_teams_tile(rows, n, k, gated, gpu) for rows in (1, 2, 16, 17, 32, 64, 65))
+        return [(0, 0) if tile is None else (tile.teams, tile.splits) for tile in tiles]
+
+    no = (0, 0)
+    assert chosen(28672, 4096, True) == [no, (4, 1), (4, 1), (2, 1), (2, 1), (4, 1), no]
+    assert chosen(4096, 14336, False) == [no, no, no, (2, 4), (2, 4), no, no]
+    assert chosen(4096, 4096, False) == [no, no, no, (2, 4), (2, 4), no, no]
+    assert chosen(8192, 8192, False) == [no, no, no, (2, 2), (2, 2), no, no]
+    for n, k in ((6144, 4096), (2048, 8192), (4096, 2048), (4096, 14464), (896, 4864)):
+        assert chosen(n, k, False) == [no] * 7
+    # More programs than have room at once, and too few.
+    assert chosen(37888, 3584, True) == [no] * 7
+    assert chosen(14336, 4096, True) == [no] * 7
+    for gpu in (ADA, BLACKWELL, None):
+        assert chosen(28672, 4096, True, gpu) == [no] * 7
 
 
 def test_where_blocks_were_seen_to_be_faster() -> None:

@@ -591,6 +591,10 @@ def _cublas_activates(x: Tensor, weight: Tensor) -> bool:
 
 def _kernel_of_codes(weight: GroupWeight, tile: tiles.Tile) -> ModuleType:
     """Hopper's own kernel for such codes."""
+    if tile.mode == "teams":
+        from engine_core.kernels.linear.teams.hopper import triton as teams
+
+        return teams
     if tile.mode == "integers":
         from engine_core.kernels.linear.integers.hopper import triton as integers
 
@@ -634,7 +638,7 @@ def _launch(
     bias: Tensor | None,
 ) -> Tensor:
     """The result of the kernel that the tile is of."""
-    if tile.mode in ("codes", "integers"):
+    if tile.mode in ("codes", "teams", "integers"):
         assert isinstance(weight, GroupWeight), "no other weight has such a tile"
         out: Tensor = _kernel_of_codes(weight, tile).linear(x, weight, epilogue, tile, bias)
         return out
@@ -669,11 +673,12 @@ def _tile(
             return None
         if ending is not None and isinstance(weight, GroupWeight):
             if weight.group_size in (16, 32):
-                tile = tiles.choose_blocks_tile(*shape, weight.block_kind)
+                choices = [tiles.choose_blocks_tile(*shape, weight.block_kind)]
             else:
-                tile = tiles.choose_codes_tile(*shape)
-            if tile is not None and _hopper_takes(x, weight, tile, ending):
-                return tile
+                choices = [tiles.choose_teams_tile(*shape), tiles.choose_codes_tile(*shape)]
+            for tile in choices:
+                if tile is not None and _hopper_takes(x, weight, tile, ending):
+                    return tile
         return weight.tile(shape[0], gated, shape[-1])
     if not weight.is_contiguous() or weight.data_ptr() % 16:
         return None

@@ -25,7 +25,8 @@ class Tile:
         splits: programs that share the columns of the weight.
         mode: "wx" multiplies the weight by x (the matrix units of Hopper want 64 rows of the
             first operand), "xw" x by the weight, "vector" without matrix units (one row). "codes"
-            is of :mod:`engine_core.kernels.linear.groups.hopper`, "integers" of
+            is of :mod:`engine_core.kernels.linear.groups.hopper`, "teams" of
+            :mod:`engine_core.kernels.linear.teams.hopper`, "integers" of
             :mod:`engine_core.kernels.linear.integers.hopper`, "held" of
             :mod:`engine_core.kernels.linear.held.hopper`; all multiply as "wx".
         num_warps: warps of a program.
@@ -36,6 +37,8 @@ class Tile:
         most_rows: rows of a program at most.
         max_registers: of a thread; 0 for as many as there are.
         ahead: whether products of codes begin before those of the group before are added.
+        teams: warp groups of a program that share x, each with ``block_n`` columns; 0 but of
+            "teams".
     """
 
     block_n: int
@@ -49,6 +52,7 @@ class Tile:
     most_rows: int = 128
     max_registers: int = 0
     ahead: bool = False
+    teams: int = 0
 
 
 class ProductTile(NamedTuple):
@@ -507,6 +511,55 @@ def choose_codes_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -
         least_rows=8,
         most_rows=64,
         max_registers=registers,
+    )
+
+
+# Programs of teams that have room at once: the least share that has to be there.
+_TEAMS_SHARE = 0.8
+
+
+def choose_teams_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -> Tile | None:
+    """The tile of 4-bit codes by teams, or None where it was not seen to be faster.
+
+    By the times of Llama 3 8B's linears on an H200, us with the tile of :func:`choose_codes_tile`
+    and with this. 28672x4096, gated: 16 rows 24.6, 19.1; 32 rows 25.6, 21.1; 64 rows 54.7 (with the
+    tile of :func:`choose_group_tile`), 40.4. 32 rows by 4096x14336 16.9, 13.9; by 4096x4096 7.8,
+    7.2; but by 6144x4096 8.5, 9.3 at best, and 16 rows by 4096x14336 13.2, 13.2. Only where all
+    programs have room at once, and few multiprocessors are left without one.
+    """
+    if gpu is None or gpu.capability != (9, 0) or k < 2048 or k % 256 or not 2 <= rows <= 64:
+        return None
+    room = gpu.num_multiprocessors
+    outputs = n // 2 if gated else n
+    block_n, teams, splits, registers = CODES_BLOCK_N, 2, 1, 0
+    stages, least = 4, 8
+    if gated:
+        block_n //= 2
+        if rows <= 16:
+            # Fewer rows than 16 were not measured: they are filled up.
+            teams, least = 4, 16
+        elif rows <= 32:
+            # Two programs a multiprocessor; one of four teams takes 23.0 us.
+            room, stages, registers = 2 * room, 3, 80
+        else:
+            teams, stages = 4, 2
+    elif 16 < rows <= 32:
+        while splits < 4 and 2 * splits * -(-outputs // (teams * block_n)) <= room:
+            splits *= 2
+        if k < 1024 * splits:
+            return None
+    else:
+        return None
+    programs = splits * -(-outputs // (teams * block_n))
+    if not _TEAMS_SHARE * room <= programs <= room:
+        return None
+    return Tile(
+        *(block_n, 256, splits, "teams", 4, stages),
+        least_rows=least,
+        most_rows=64,
+        max_registers=registers,
+        ahead=not gated and k > 1024 * splits,
+        teams=teams,
     )
 
 

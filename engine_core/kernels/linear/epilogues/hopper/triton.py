@@ -276,9 +276,14 @@ def sum_splits(
 def conclude(
     epilogue, acc, up, bias_ptr, squares_ptr, partial_ptr, arrivals_ptr, eps, tile, split, block,
     num_rows, N, K, SPLITS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    KIND: gl.constexpr, SQUARES: gl.constexpr, HEAD_DIM: gl.constexpr,
+    KIND: gl.constexpr, SQUARES: gl.constexpr, HEAD_DIM: gl.constexpr, tiles=None,
 ):  # fmt: skip
-    """Apply the epilogue to a split's products ``[BLOCK_N, BLOCK_M]``; the last split to all."""
+    """Apply the epilogue to a split's products ``[BLOCK_N, BLOCK_M]``; the last split to all.
+
+    There are so many ``tiles``, or else as many as programs.
+    """
+    if tiles is None:
+        tiles = gl.num_programs(0)
     WARPS: gl.constexpr = gl.num_warps()
     OUT: gl.constexpr = out_layout(BLOCK_M, BLOCK_N, WARPS, HEAD_DIM > 0)
     SHAPE: gl.constexpr = (BLOCK_M, BLOCK_N)
@@ -292,7 +297,7 @@ def conclude(
         )
         finish(
             epilogue, gl.convert_layout(acc, OUT), gl.convert_layout(up, OUT), weights, asked, eps,
-            first_row, num_rows, tile, gl.num_programs(0), N, K, SHAPE, KIND, SQUARES, HEAD_DIM,
+            first_row, num_rows, tile, tiles, N, K, SHAPE, KIND, SQUARES, HEAD_DIM,
         )  # fmt: skip
     else:
         part = num_rows * N
@@ -302,7 +307,7 @@ def conclude(
         gl.store(partial_ptr + split * size + offsets, acc, mask=mask)
         if epilogue.GATED:
             gl.store(partial_ptr + split * size + part + offsets, up, mask=mask)
-        arrivals_ptr += block * gl.num_programs(0) + tile
+        arrivals_ptr += block * tiles + tile
         sync_threads()
         if gl.atomic_add(arrivals_ptr, 1, sem="acq_rel") == SPLITS - 1:
             gl.store(arrivals_ptr, 0)
@@ -321,7 +326,7 @@ def conclude(
             )
             finish(
                 epilogue, total, total_up, weights, asked, eps, first_row, num_rows, tile,
-                gl.num_programs(0), N, K, SHAPE, KIND, SQUARES, HEAD_DIM,
+                tiles, N, K, SHAPE, KIND, SQUARES, HEAD_DIM,
             )  # fmt: skip
 
 

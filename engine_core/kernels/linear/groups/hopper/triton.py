@@ -9,6 +9,7 @@ registers, 11 instructions for 8, and never move to another thread.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -337,11 +338,23 @@ def is_trusted(like: Tensor, weight: GroupWeight, tile: Tile, ending: str) -> bo
     block_m = rows_of_program(tile, like.numel() // like.shape[-1])
     form = (like.dtype, weight.scales.dtype, weight.zeros is None, weight.group_size)
     kind = (*form, tile, block_m, ending)
-    return _FAMILY.allows(like.device, kind, lambda: _trial(like, weight, tile, block_m, ending))
+    return _FAMILY.allows(
+        like.device, kind, lambda: trial_of_codes(like, weight, tile, block_m, ending, linear)
+    )
 
 
-def _trial(like: Tensor, of: GroupWeight, tile: Tile, block_m: int, ending: str) -> Trial:
-    """A block of rows, three of which are not there, by a weight of such a form."""
+def trial_of_codes(
+    like: Tensor,
+    of: GroupWeight,
+    tile: Tile,
+    block_m: int,
+    ending: str,
+    linear: Callable[..., Tensor],
+) -> Trial:
+    """A block of rows, three of which are not there, by a weight of such a form.
+
+    ``linear`` is a kernel's, which is given x, the weight, an epilogue and the tile.
+    """
     draw = torch.Generator(like.device).manual_seed(0)
     rows, n = block_m - 3, 8 * tile.block_n
     k = max(2, tile.splits) * max(tile.block_k, of.group_size)

@@ -1,0 +1,525 @@
+"""Linears of few rows by 4-bit codes on Hopper, by teams: warp groups that share x, in Gluon.
+
+One warp brings tiles of x, codes, scales and zeros to shared memory, some steps ahead. Two or four
+teams multiply, each 64 rows of the weight. With a team a program, as in
+:mod:`engine_core.kernels.linear.groups.hopper`, 32 rows of x are twice as many bytes from the L2
+cache as the codes are, and scales, which threads load, are waited for. Eight codes become numbers
+by 9 instructions, and not 11.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from engine_core.kernels.launch.gluon import Family
+from engine_core.kernels.launch.hopper.triton import (
+    launch_dependents,
+    reinterpret,
+    sync_threads,
+    tma_load,
+    wait,
+)
+from engine_core.kernels.launch.triton import pdl_options
+from engine_core.kernels.linear.boxes.hopper.triton import (
+    Boxes,
+    load_box,
+    place_of,
+    room,
+    rows_layout,
+)
+from engine_core.kernels.linear.epilogues.hopper.triton import (
+    Launch,
+    conclude,
+    rows_of_program,
+    takes_rows,
+)
+from engine_core.kernels.linear.groups import BLOCK, GroupWeight
+from engine_core.kernels.linear.groups.hopper.triton import trial_of_codes
+from engine_core.kernels.linear.reference import DeferredRMSNorm
+from engine_core.kernels.linear.tiles import Tile
+
+_FAMILY = Family("4-bit linears by teams", "Steps of 2 to 64 rows take up to a tenth longer")
+
+# Rows of the weight of a team, columns of a group, and words of the two groups of a step.
+_ROWS = gl.constexpr(64)
+_COLS = gl.constexpr(BLOCK)
+_WORDS = gl.constexpr(64)
+# Registers of a thread of the warp that loads, and of a team's, by teams and what a program's
+# threads may have on average. ptxas waits for each product if a team's are too few.
+_LOADS = gl.constexpr(32)
+_REGISTERS = {(2, 0): 208, (2, 80): 104, (4, 0): 112}
+
+
+@gluon.constexpr_function
+def _words_layout(gated):
+    """The words that a thread multiplies; with ``gated`` of a row of the gate and one of up."""
+    if not gated:
+        return rows_layout(64, 64, 4, 2, 4)
+    registers = [[0, 1], [32, 0], [0, 8], [0, 16], [0, 32]]
+    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[8, 0], [16, 0]], [], [64, 64])
+
+
+@gluon.constexpr_function
+def _column_layout(gated):
+    """The same rows of ``[64, 1]``."""
+    if not gated:
+        return rows_layout(64, 1, 4, 1, 1)
+    lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[32, 0]], lanes, [[8, 0], [16, 0]], [], [64, 1])
+
+
+@gluon.jit
+def _load_weight(
+    codes_desc, scales_desc, zeros_desc, codes, scales, zeros, barrier, stage, first, step,
+    TEAMS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """Begin to load a step's codes, scales and zeros of all teams."""
+    for team in gl.static_range(TEAMS):
+        head, row = place_of(first + team, BLOCK_N, HEAD_DIM)
+        at = stage * TEAMS + team
+        load_box(codes_desc, codes, barrier, at, head, row, step, True)
+        load_box(scales_desc, scales, barrier, at, head, row, step, True)
+        if zeros_desc is not None:
+            load_box(zeros_desc, zeros, barrier, at, head, row, step, True)
+
+
+@gluon.jit
+def _load_x(desc, x, barrier, stage, row, step):
+    for half in gl.static_range(2):
+        tma_load(desc, [row, (step * 2 + half) * _COLS], barrier, x.index(stage * 2 + half))
+
+
+@gluon.jit
+def _load(
+    codes_desc, scales_desc, zeros_desc, x_desc, codes, scales, zeros, x, full, empty, first, row,
+    low, high, BYTES: gl.constexpr, TEAMS: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads."""
+    # The weight is older than all kernels: its first tiles do not wait for x.
+    preloaded = gl.minimum(high - low, STAGES)
+    for stage in range(preloaded):
+        barrier = full.index(stage)
+        mbarrier.expect(barrier, BYTES)
+        _load_weight(
+            codes_desc, scales_desc, zeros_desc, codes, scales, zeros, barrier, stage, first,
+            low + stage, TEAMS, BLOCK_N, HEAD_DIM,
+        )  # fmt: skip
+    wait(PDL)
+    for stage in range(preloaded):
+        _load_x(x_desc, x, full.index(stage), stage, row, low + stage)
+    stage = 0
+    phase = 0
+    for step in range(low + preloaded, high):
+        barrier = full.index(stage)
+        mbarrier.wait(empty.index(stage), phase)
+        mbarrier.expect(barrier, BYTES)
+        _load_weight(
+            codes_desc, scales_desc, zeros_desc, codes, scales, zeros, barrier, stage, first, step,
+            TEAMS, BLOCK_N, HEAD_DIM,
+        )  # fmt: skip
+        _load_x(x_desc, x, barrier, stage, row, step)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+
+
+@gluon.jit
+def _in_eights(values):
+    """Rows of the gate and of up, which lie in halves, in turn by eights."""
+    COLS: gl.constexpr = values.shape[1]
+    return values.reshape([2, 4, 8, COLS]).permute((1, 0, 2, 3)).reshape([_ROWS, COLS])
+
+
+@gluon.jit
+def _column(values, GATED: gl.constexpr):
+    """``[64, 1]`` in shared memory as ``[64]``, in the order of products."""
+    found = values.load(_column_layout(GATED))
+    if GATED:
+        found = _in_eights(found)
+    return found.reshape([_ROWS])
+
+
+@gluon.jit
+def _scales(values, GATED: gl.constexpr, LAYOUT: gl.constexpr):
+    return gl.convert_layout(_column(values, GATED).to(gl.float32), LAYOUT)
+
+
+@gluon.jit
+def _halves(words, GATED: gl.constexpr):
+    """The words of a step's two groups."""
+    found = words.load(_words_layout(GATED))
+    if GATED:
+        found = _in_eights(found)
+    return found.reshape([_ROWS, 2, 32]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def _numbers(
+    words, zeros, ELEMENT: gl.constexpr, ACC: gl.constexpr, ZEROS: gl.constexpr,
+    GATED: gl.constexpr, ASM: gl.constexpr, OPERANDS: gl.constexpr, ADDED: gl.constexpr,
+    ZERO_BITS: gl.constexpr,
+):  # fmt: skip
+    """The numbers ``[64, 128]`` of a group, in units of FACTOR."""
+    given = (words,)
+    if ZEROS:
+        bits = _column(zeros, GATED).to(gl.int16) + ZERO_BITS
+        added = gl.inline_asm_elementwise(
+            ADDED, "=r,r", [bits], dtype=gl.int16, is_pure=True, pack=2
+        )
+        added = gl.convert_layout(added, gl.SliceLayout(1, words.type.layout))
+        added, _same = gl.broadcast(gl.expand_dims(added, 1), words)
+        given = (words, added)  # type: ignore[assignment]
+    if ELEMENT.is_bf16():
+        p0, p1, p2, p3 = gl.inline_asm_elementwise(
+            ASM, OPERANDS, given, (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        p0, p1, p2, p3 = gl.inline_asm_elementwise(
+            ASM, OPERANDS, given, (gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True,
+            pack=2,
+        )  # fmt: skip
+    # The last dimension says which two, the one before which of them.
+    fours = gl.join(gl.join(p0, p1), gl.join(p2, p3))
+    numbers = fours.permute((0, 3, 2, 1)).reshape([_ROWS, _COLS])
+    return gl.convert_layout(numbers, gl.DotOperandLayout(0, ACC, 2))
+
+
+@gluon.jit
+def _multiply(
+    TEAM: gl.constexpr, codes, scales, zeros, x, full, empty, epilogue, bias_ptr, squares_ptr,
+    partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K, low, high,
+    TEAMS: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, ASM: gl.constexpr, OPERANDS: gl.constexpr, ADDED: gl.constexpr,
+    ZERO_BITS: gl.constexpr, FACTOR: gl.constexpr, AHEAD: gl.constexpr, ZEROS: gl.constexpr,
+    KIND: gl.constexpr, SQUARES: gl.constexpr, HEAD_DIM: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """A team, and what follows its products."""
+    GATED: gl.constexpr = epilogue.GATED
+    ELEMENT: gl.constexpr = x.dtype
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_M, 16])
+    OF_ROW: gl.constexpr = gl.SliceLayout(1, ACC)
+    total = gl.zeros([_ROWS, BLOCK_M], gl.float32, ACC)
+    nothing = total
+    stage = 0
+    phase = 0
+    for _step in range(low, high):
+        mbarrier.wait(full.index(stage), phase)
+        at = stage * TEAMS + TEAM
+        both = _halves(codes.index(at), GATED)
+        scale = _scales(scales.index(at * 2), GATED, OF_ROW)
+        numbers = _numbers(
+            both[0], zeros.index(at * 2), ELEMENT, ACC, ZEROS, GATED, ASM, OPERANDS, ADDED,
+            ZERO_BITS,
+        )  # fmt: skip
+        values = x.index(stage * 2).permute((1, 0))
+        begun = (
+            warpgroup_mma(numbers, values, nothing, use_acc=False, is_async=True),
+            numbers,
+        )
+        if not AHEAD:
+            products, _read = warpgroup_mma_wait(0, deps=begun)
+            total += products * gl.expand_dims(scale, 1)
+        if BLOCK_M > 32:
+            # Registers are few: words wait in shared memory.
+            both = _halves(codes.index(at), GATED)
+        more = _numbers(
+            both[1], zeros.index(at * 2 + 1), ELEMENT, ACC, ZEROS, GATED, ASM, OPERANDS, ADDED,
+            ZERO_BITS,
+        )  # fmt: skip
+        values = x.index(stage * 2 + 1).permute((1, 0))
+        second = (
+            warpgroup_mma(more, values, nothing, use_acc=False, is_async=True),
+            more,
+        )
+        if AHEAD:
+            products, _read = warpgroup_mma_wait(1, deps=begun)
+            total += products * gl.expand_dims(scale, 1)
+        scale = _scales(scales.index(at * 2 + 1), GATED, OF_ROW)
+        products, _read = warpgroup_mma_wait(0, deps=second)
+        total += products * gl.expand_dims(scale, 1)
+        sync_threads()
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    total *= FACTOR
+    if epilogue.LATE:
+        launch_dependents(PDL)
+    # What follows reads what the kernels before wrote.
+    wait(PDL)
+    unit = first + TEAM
+    if unit < units:
+        result = total
+        up = total
+        if GATED:
+            fours = total.reshape([4, 2, 8, BLOCK_M]).permute((0, 2, 3, 1))
+            gate, of_up = fours.split()
+            result = gate.reshape([_ROWS // 2, BLOCK_M])
+            up = of_up.reshape([_ROWS // 2, BLOCK_M])
+        conclude(
+            epilogue, result, up, bias_ptr, squares_ptr, partial_ptr, arrivals_ptr, eps, unit,
+            split, block, num_rows, N, K, SPLITS, BLOCK_M, BLOCK_N, KIND, SQUARES, HEAD_DIM, units,
+        )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["num_rows", "K", "steps", "units"])
+def _linear_kernel(
+    codes_desc,
+    scales_desc,
+    zeros_desc,
+    x_desc,
+    epilogue,
+    bias_ptr,
+    squares_ptr,
+    partial_ptr,
+    arrivals_ptr,
+    eps,
+    num_rows,
+    N,
+    K,
+    steps,
+    units,
+    ASM: gl.constexpr,
+    OPERANDS: gl.constexpr,
+    ADDED: gl.constexpr,
+    ZERO_BITS: gl.constexpr,
+    FACTOR: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    TEAMS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    AHEAD: gl.constexpr,
+    SPLITS: gl.constexpr,
+    STAGES: gl.constexpr,
+    KIND: gl.constexpr,
+    SQUARES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """TEAMS of ``units`` of BLOCK_N columns of BLOCK_M rows, over one of SPLITS runs of steps.
+
+    All else is as of :func:`engine_core.kernels.linear.groups.hopper.triton._linear_kernel`.
+    """
+    if not epilogue.LATE:
+        launch_dependents(PDL)
+    HEAD_DIM: gl.constexpr = epilogue.HEAD_DIM if KIND == "stored" else 0
+    ZEROS: gl.constexpr = zeros_desc is not None
+    BOXES: gl.constexpr = STAGES * TEAMS
+    OF_GROUP: gl.constexpr = scales_desc.dtype.primitive_bitwidth // 8 + (1 if ZEROS else 0)
+    BYTES: gl.constexpr = TEAMS * _ROWS * (128 + 2 * OF_GROUP) + 2 * BLOCK_M * _COLS * 2
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    # As boxes of the weight, and as rows: of the gate and of up, or of both halves of a head.
+    codes_boxes = room(codes_desc, BOXES)
+    codes = reinterpret(codes_boxes, gl.int16, [BOXES, _ROWS, _WORDS], SWIZZLED)
+    scales_boxes = room(scales_desc, BOXES)
+    scales = reinterpret(scales_boxes, scales_desc.dtype, [BOXES * 2, _ROWS, 1], PLAIN)
+    zeros_boxes = scales_boxes
+    zeros = scales
+    if ZEROS:
+        zeros_boxes = room(zeros_desc, BOXES)
+        zeros = reinterpret(zeros_boxes, gl.int8, [BOXES * 2, _ROWS, 1], PLAIN)
+    x = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, BLOCK_M, _COLS], x_desc.layout)
+    single: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], single)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], single)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=TEAMS)
+    fence_async_shared()
+    first = gl.program_id(0) * TEAMS
+    split, block = gl.program_id(1), gl.program_id(2)
+    low = split * steps // SPLITS
+    high = (split + 1) * steps // SPLITS
+    if TEAMS == 4:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    0, codes, scales, zeros, x, full, empty, epilogue, bias_ptr, squares_ptr,
+                    partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K,
+                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, ASM, OPERANDS, ADDED,
+                    ZERO_BITS, FACTOR, AHEAD, ZEROS, KIND, SQUARES, HEAD_DIM, PDL,
+                )),
+                (_multiply, (
+                    1, codes, scales, zeros, x, full, empty, epilogue, bias_ptr, squares_ptr,
+                    partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K,
+                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, ASM, OPERANDS, ADDED,
+                    ZERO_BITS, FACTOR, AHEAD, ZEROS, KIND, SQUARES, HEAD_DIM, PDL,
+                )),
+                (_multiply, (
+                    2, codes, scales, zeros, x, full, empty, epilogue, bias_ptr, squares_ptr,
+                    partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K,
+                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, ASM, OPERANDS, ADDED,
+                    ZERO_BITS, FACTOR, AHEAD, ZEROS, KIND, SQUARES, HEAD_DIM, PDL,
+                )),
+                (_multiply, (
+                    3, codes, scales, zeros, x, full, empty, epilogue, bias_ptr, squares_ptr,
+                    partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K,
+                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, ASM, OPERANDS, ADDED,
+                    ZERO_BITS, FACTOR, AHEAD, ZEROS, KIND, SQUARES, HEAD_DIM, PDL,
+                )),
+                (_load, (
+                    codes_desc, scales_desc, zeros_desc, x_desc, codes_boxes, scales_boxes,
+                    zeros_boxes, x, full, empty, first, block * BLOCK_M, low, high, BYTES, TEAMS,
+                    STAGES, BLOCK_N, HEAD_DIM, PDL,
+                )),
+            ],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, _LOADS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    0, codes, scales, zeros, x, full, empty, epilogue, bias_ptr, squares_ptr,
+                    partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K,
+                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, ASM, OPERANDS, ADDED,
+                    ZERO_BITS, FACTOR, AHEAD, ZEROS, KIND, SQUARES, HEAD_DIM, PDL,
+                )),
+                (_multiply, (
+                    1, codes, scales, zeros, x, full, empty, epilogue, bias_ptr, squares_ptr,
+                    partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K,
+                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, ASM, OPERANDS, ADDED,
+                    ZERO_BITS, FACTOR, AHEAD, ZEROS, KIND, SQUARES, HEAD_DIM, PDL,
+                )),
+                (_load, (
+                    codes_desc, scales_desc, zeros_desc, x_desc, codes_boxes, scales_boxes,
+                    zeros_boxes, x, full, empty, first, block * BLOCK_M, low, high, BYTES, TEAMS,
+                    STAGES, BLOCK_N, HEAD_DIM, PDL,
+                )),
+            ],
+            [4, 1],
+            [REGISTERS, _LOADS],
+        )  # fmt: skip
+
+
+def fits(x: Tensor, weight: GroupWeight) -> bool:
+    """Whether :func:`linear` takes tensors of these shapes and places."""
+    n, k = weight.shape
+    values = [weight.words, weight.scales] + ([] if weight.zeros is None else [weight.zeros])
+    return (
+        takes_rows(x)
+        and weight.dtype == x.dtype
+        and weight.bits == 4
+        and weight.group_size == BLOCK
+        and weight.minima is None
+        and weight.headers is None
+        # Steps are of two groups; zeros of halves come by 16 bytes at least.
+        and n % 32 == 0
+        and k % (2 * BLOCK) == 0
+        and all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in values)
+    )
+
+
+def is_trusted(like: Tensor, weight: GroupWeight, tile: Tile, ending: str) -> bool:
+    """Whether :func:`linear` may be used for such rows; it may be tried for that.
+
+    ``ending`` is what follows the products: "activated", "gated", "added" or "stored".
+    """
+    block_m = rows_of_program(tile, like.numel() // like.shape[-1])
+    kind = (like.dtype, weight.scales.dtype, weight.zeros is None, tile, block_m, ending)
+    return _FAMILY.allows(
+        like.device, kind, lambda: trial_of_codes(like, weight, tile, block_m, ending, linear)
+    )
+
+
+@functools.cache
+def _decoding(element: str, zero: float | None) -> tuple[str, str, str, int, float]:
+    """Instructions for codes, their operands, those for zeros, what these begin from, and a factor.
+
+    Four bits in the lowest place of a number whose exponent is 0 are that many of the smallest
+    numbers there are; in the next place they are 16 times as many. A product makes both what they
+    stand for over the factor, and adds minus the zero: nothing is rounded. With ``zero`` that is
+    the same everywhere.
+    """
+    kind, high, low, unit, shift, bits = {
+        "bfloat16": ("bf16x2", 0x7F00, 0x7D00, 0x3C80, 6, 0xC300),
+        "float16": ("f16x2", 0x7800, 0x6800, 0x1800, 9, 0xE400),
+    }[element]
+    lines = [
+        ".reg .b32 w, p0, p1, p2, p3, a, b, z;",
+        f"mov.b32 a, {high * 0x10001:#x}; mov.b32 b, {low * 0x10001:#x}; shr.u32 w, $4, 8;",
+    ]
+    more = "$5"
+    if zero is not None:
+        pair = torch.tensor([-zero / 2**shift] * 2).to(getattr(torch, element))
+        lines.append(f"mov.b32 z, {int(pair.view(torch.int32)) & 0xFFFFFFFF:#x};")
+        more = "z"
+    for part, word in enumerate(("$4", "$4", "w", "w")):
+        mask, factor = ("0x00f000f0", "b") if part % 2 else ("0x000f000f", "a")
+        lines.append(f"and.b32 p{part}, {word}, {mask};")
+        lines.append(f"fma.rn.{kind} p{part}, p{part}, {factor}, {more};")
+    lines += [f"mov.b32 ${part}, p{part};" for part in range(4)]
+    # A zero in the last bits of -128 or -1024 is that much less: times a unit, 2 more is minus it.
+    added = (
+        f"{{ .reg .b32 u, t; mov.b32 u, {unit * 0x10001:#x}; mov.b32 t, 0x40004000;"
+        f" fma.rn.{kind} $0, $1, u, t; }}"
+    )
+    operands = "=r,=r,=r,=r,r" + (",r" if zero is None else "")
+    return "{\n" + "\n".join(lines) + "\n}", operands, added, bits - 0x10000, 2.0**shift
+
+
+def linear(
+    x: Tensor | DeferredRMSNorm,
+    weight: GroupWeight,
+    epilogue: Any,
+    tile: Tile,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """As :func:`engine_core.kernels.linear.triton.linear`, by a weight of 4 bits.
+
+    What :func:`fits` asks of x and the weight holds, and there are rows. Nothing that is still
+    running writes the weight: it is read before the kernels before are waited for.
+    """
+    launch = Launch.of(x, len(weight), epilogue, tile, bias)
+    boxes = Boxes.of(launch, epilogue, len(weight), tile.block_n)
+    zero = float(weight.middle) if weight.zeros is None else None
+    asm, operands, added, zero_bits, factor = _decoding(
+        str(weight.dtype).removeprefix("torch."), zero
+    )
+    units, splits, blocks = launch.grid
+    _linear_kernel[(-(-units // tile.teams), splits, blocks)](
+        boxes.along(weight.words, _WORDS.value, 1),
+        boxes.across(weight.scales, 2),
+        None if weight.zeros is None else boxes.across(weight.zeros, 2),
+        TensorDescriptor.from_tensor(
+            launch.rows,
+            [launch.block_m, _COLS.value],
+            gl.NVMMASharedLayout(128, 16, rank=2),
+        ),
+        *launch.given,
+        weight.in_features,
+        weight.in_features // (2 * BLOCK),
+        units,
+        ASM=asm,
+        OPERANDS=operands,
+        ADDED=added,
+        ZERO_BITS=zero_bits,
+        FACTOR=factor,
+        BLOCK_N=tile.block_n,
+        TEAMS=tile.teams,
+        REGISTERS=_REGISTERS[tile.teams, tile.max_registers],
+        AHEAD=tile.ahead,
+        STAGES=tile.num_stages,
+        **launch.constants,
+        **pdl_options(launch.rows.device),
+    )
+    out: Tensor = epilogue.out
+    return out
