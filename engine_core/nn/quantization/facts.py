@@ -106,7 +106,7 @@ FACTS = (
         _GROUPS,
         "cuda",
         "steps of more than 64 tokens take longer than with bfloat16 weights: on an H200 linears "
-        "of 4 bits, in groups of 128, take 0.5 times as long with 1 to 32 tokens, 0.9 with 64, "
+        "of 4 bits, in groups of 128, take 0.5 times as long with 1 to 32 tokens, 0.7 with 64, "
         "1.6 with 128; "
         f"more than {MOST_GROUP_ROWS} turn the weights into numbers first",
         capability=((8, 0), (99, 0)),
