@@ -73,8 +73,12 @@ def rotate_heads(
     BLOCK_REST: tl.constexpr,
     OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    stored=None,
 ):
     """Some heads of one token, ``dst`` may be ``src``; BLOCK_REST covers what does not rotate.
+
+    Heads of ``head_mask`` are stored, or those of ``stored`` if that is not None. All loads come
+    before all stores.
 
     With ``scales`` that are not None ``dst`` takes codes of heads, and they the scales, which are
     ``given`` or, if that is None, each head's own. What is loaded is :func:`scaled_product`,
@@ -117,6 +121,11 @@ def rotate_heads(
     b = b.to(element)
     if BLOCK_REST:
         rest = rest.to(element)
+    if stored is not None:
+        head_mask = stored
+        mask = stored[:, None] & (pairs < HALF)[None, :]
+        if BLOCK_REST:
+            rest_mask = stored[:, None] & (rest_dims < D)[None, :]
     if scales_ptr is not None:
         CODE: tl.constexpr = dst_ptr.dtype.element_ty
         maximum = larger(largest(a), largest(b))
