@@ -20,6 +20,10 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
 - ``products=192,192,64``: rows in 8-bit floats up to which Hopper's own kernel multiplies them by
   8-bit floats: for results of more than 8192 columns, for others that a norm adds up, and for the
   rest; ``products=0,0,0`` is cuBLAS.
+- ``products.4096x14336=64,2,8,4``: the tile of the product of rows in 8-bit floats by such a
+  weight, the fields of ``kernels.linear.tiles.ProductTile`` in their order.
+- ``norms=8``: warps of a norm that quantises few long rows; ``quantizing=16``: those of programs
+  that quantise attention's rows.
 - ``parts=0``: heads are filled up to a power of 2; ``filled=0``: shapes that no measured one is
   like have no tile.
 - ``held=2,64``: weights that have room wait in shared memory with so many rows, none with 1,0;
@@ -84,6 +88,7 @@ def settings(text: str) -> Iterator[None]:
     declined: Callable[..., str | None] = epilogue.Deferral.declined
     tiles: dict[tuple[int, int], Any] = {}
     changes: dict[tuple[int, int], dict[str, Any]] = {}
+    products: dict[tuple[int, int], Any] = {}
     times = 1
 
     def choosing(choose: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,6 +134,31 @@ def settings(text: str) -> Iterator[None]:
             elif key == "few":
                 for name in ("MOST_FP8_ROWS", "MOST_LARGE_ROWS"):
                     stack.enter_context(patch.object(linear, name, int(values)))
+            elif key == "products" and field:
+                n, _, k = field.partition("x")
+                products[int(n), int(k)] = linear.ProductTile(*fields(values))
+            elif key == "norms":
+                norm = importlib.import_module("engine_core.kernels.norm.triton")
+                limit, most = norm._FEW_ROWS, int(values)
+                stack.enter_context(
+                    patch.object(
+                        norm,
+                        "_warps",
+                        lambda size, rows, coded, warps=norm._warps, limit=limit, most=most: (
+                            most if coded and rows <= limit else warps(size, rows, coded)
+                        ),
+                    )
+                )
+            elif key == "quantizing":
+                codes = importlib.import_module("engine_core.kernels.row_codes.triton")
+                sizes: Callable[[int], tuple[int, int, int]] = codes.tile_of
+                stack.enter_context(
+                    patch.object(
+                        codes,
+                        "tile_of",
+                        lambda columns, most=int(values), sizes=sizes: (*sizes(columns)[:2], most),
+                    )
+                )
             elif key == "products":
                 limits = ("MOST_WIDE_ROWS", "MOST_PARTED_ROWS", "MOST_NARROW_ROWS")
                 for name, rows in zip(limits, fields(values), strict=True):
@@ -187,6 +217,14 @@ def settings(text: str) -> Iterator[None]:
                 tiles[int(n), int(k)] = None if values == "0" else linear.Tile(*fields(values))
             else:
                 raise SystemExit(f"{setting!r} is none of those that {Path(__file__).name} knows")
+        if products:
+            choose: Callable[..., Any] = linear.product_tile
+
+            def product(rows: int, n: int, k: int, *given: Any, **options: Any) -> Any:
+                tile = products.get((n, k))
+                return choose(rows, n, k, *given, **options) if tile is None else tile
+
+            stack.enter_context(patch.object(linear, "product_tile", product))
         for name in (
             "choose_tile",
             "choose_held_tile",
