@@ -47,6 +47,7 @@ from engine_core.kernels.linear import (
 )
 from engine_core.kernels.linear.chain import (
     Chain,
+    ChainForm,
     ChainNorm,
     chain_declined,
     chains_run_on,
@@ -78,6 +79,7 @@ __all__ = [
     "GPU",
     "Activation",
     "Chain",
+    "ChainForm",
     "ChainNorm",
     "CodedRows",
     "CodedWeight",

@@ -11,11 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.kernels import (
+    Chain,
+    ChainForm,
+    ChainNorm,
     CodedRows,
     CodedWeight,
     DeferredRMSNorm,
     RowForm,
     adds_residual,
+    chain_declined,
     fits_fused_sum,
     fits_head_norms,
     has_activated_kernel,
@@ -23,8 +27,10 @@ from engine_core.kernels import (
     linear,
     linear_add,
     linear_add_norm,
+    linear_chain,
     linear_rotary_store,
 )
+from engine_core.kernels.linear import chain as chains
 from engine_core.nn.distributed import (
     IndivisibleError,
     all_reduce,
@@ -36,6 +42,7 @@ from engine_core.nn.epilogue import (
     Activated,
     AddNorm,
     Call,
+    Chained,
     Divide,
     Epilogue,
     Quantized,
@@ -89,6 +96,10 @@ class LinearMethod(Protocol):
         """
         del layer, epilogue, call
         return f"{type(self).__name__} fuses nothing"
+
+    def chain_form(self, layer: Linear) -> ChainForm | None:
+        """The form that a chain of linears asks of the weight; None where it can be none of one."""
+        return None
 
     def row_form(self, layer: Linear) -> RowForm:
         """The form of rows that are quantised for the loaded layer where they are made."""
@@ -206,6 +217,8 @@ class UnquantizedLinearMethod(LinearMethod):
         """
         if _onednn_gelu(layer, epilogue) is not None:
             return None
+        if isinstance(epilogue, Chained):
+            return _declined_chain(layer, epilogue, call)
         if call.gpu is None or not isinstance(layer.packed, CodedWeight | None):
             return "no kernel on this device fuses it"
         deterministic = layer.context.deterministic
@@ -267,6 +280,10 @@ class UnquantizedLinearMethod(LinearMethod):
         *operands: Any,
     ) -> Any:
         """One launch, or one with the norm after it."""
+        if isinstance(epilogue, Chained):
+            assert isinstance(x, Tensor), "an attention gives numbers"
+            (residual,) = operands
+            return linear_chain(x, residual, _chain_of(layer, epilogue))
         form = _onednn_gelu(layer, epilogue)
         if form is not None:
             packed: Any = layer.packed
@@ -310,6 +327,40 @@ class UnquantizedLinearMethod(LinearMethod):
             may_overwrite=may_overwrite,
             form=epilogue.form,
         )
+
+
+def _declined_chain(layer: Linear, chain: Chained, call: Call) -> str | None:
+    """The reason why the linears of a chain stay apart; None if they are one operation."""
+    if call.rows > chains.MOST_ROWS:
+        # Prompts are asked too, layer by layer.
+        return chain_declined(call.rows, [], call.dtype, call.gpu)
+    linears = (layer, chain.first, chain.last, chain.following)
+    forms = {each.method.chain_form(each) for each in linears}
+    form = forms.pop()
+    if form is None or forms:
+        return "its linears are not all of 8-bit floats or of 4-bit codes that a chain has"
+    context, act = layer.context, chain.activated.module
+    if context.tp_size > 1 or context.deterministic:
+        return "ranks add up between its linears, or a product is batch-invariant"
+    if getattr(act, "activation", None) != "silu" or not getattr(act, "gated", False):
+        return "the activation is not a SiLU of a gate"
+    for add in (chain.middle, chain.end):
+        if add.before is not None:
+            return "the product has a norm of its own"
+        if type(add.norm).forward is not RMSNorm.forward:
+            return f"{type(add.norm).__name__} is not a norm of a chain"
+    shapes = [(each.out_features, each.in_features) for each in linears]
+    return chain_declined(call.rows, shapes, call.dtype, call.gpu, form.bits)
+
+
+def _chain_of(layer: Linear, chain: Chained) -> Chain:
+    """The chain as the kernel is given it."""
+    linears = (layer, chain.first, chain.last, chain.following)
+    norms: list[Any] = [chain.middle.norm, chain.end.norm]
+    weights: Any = tuple(each.packed for each in linears)
+    biases: Any = tuple(each.bias for each in linears)
+    middle, end = (ChainNorm(norm.weight, norm.eps, norm.offset) for norm in norms)
+    return Chain(weights, middle, end, biases)
 
 
 def _is_gated(epilogue: Epilogue | None) -> bool:

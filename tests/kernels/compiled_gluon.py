@@ -28,6 +28,7 @@ from engine_core.kernels.block_linear import FORMS, group_weight
 from engine_core.kernels.gpu import GPU
 from engine_core.kernels.linear import triton as portable
 from engine_core.kernels.linear.blocks.hopper import triton as blocks
+from engine_core.kernels.linear.chain.groups.hopper import triton as group_chain
 from engine_core.kernels.linear.chain.hopper import triton as chain
 from engine_core.kernels.linear.fp8.hopper import triton as products
 from engine_core.kernels.linear.groups.hopper import triton as codes
@@ -168,17 +169,31 @@ def product(rows: int, n: int, k: int, parted: bool, has_bias: bool) -> None:
     products.product(x, scales[0], weight, scales[1], bias, tile, BFLOAT16)
 
 
-def linears_chain(hidden: int, intermediate: int, qkv: int, has_bias: bool) -> None:
+def linears_chain(
+    hidden: int, intermediate: int, qkv: int, has_bias: bool, bits: int = 8, has_zeros: bool = False
+) -> None:
     """From the heads of an attention to the next one's products, of one row."""
     shapes = ((hidden, hidden), (2 * intermediate, hidden), (hidden, intermediate), (qkv, hidden))
-    weights = [
+    weights: list[Any] = [
         Fp8Weight(torch.zeros(n, k).to(torch.float8_e4m3fn), torch.zeros(n), BFLOAT16)
+        if bits == 8
+        else group_codes(n, k, has_zeros)
         for n, k in shapes
     ]
     x = torch.zeros(1, hidden, dtype=BFLOAT16)
     norms = [ChainNorm(x[0], 1e-5)] * 2
     biases = [torch.zeros(n, dtype=BFLOAT16) if has_bias else None for n, _ in shapes]
-    chain.chain(x, x, Chain(tuple(weights), *norms, tuple(biases)))
+    of_codes = chain if bits == 8 else group_chain
+    of_codes.chain(x, x, Chain(tuple(weights), *norms, tuple(biases)))
+
+
+def group_codes(n: int, k: int, has_zeros: bool) -> GroupWeight:
+    """A weight of 4 bits in groups of 128."""
+    words = torch.zeros(n, k // 128, 32, dtype=torch.int16)
+    scales = torch.zeros(k // 128, n, dtype=FLOAT16 if has_zeros else BFLOAT16)
+    return GroupWeight(
+        words, scales, scales.to(torch.int8) if has_zeros else None, k, 128, BFLOAT16
+    )
 
 
 def attend(width: int, longest: int, dtype: torch.dtype) -> None:
@@ -249,6 +264,8 @@ LAUNCHES: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "held-stored-16": (held_linear, (16, "stored", 1920, 1280, 128, FLOAT16)),
     "chain": (linears_chain, (1024, 1536, 1024, False)),
     "chain-bias": (linears_chain, (4096, 14336, 6144, True)),
+    "chain-codes": (linears_chain, (1024, 1536, 1024, False, 4)),
+    "chain-codes-zeros": (linears_chain, (4096, 14336, 6144, True, 4, True)),
     "segments-64": (attend, (64, 300, BFLOAT16)),
     "segments-64-long": (attend, (64, 2000, BFLOAT16)),
     "segments-80": (attend, (80, 2000, FLOAT16)),
@@ -272,7 +289,9 @@ def resources(cubin: bytes) -> str:
 def main(names: list[str]) -> None:
     """Compile the launches of these names, or all."""
     compiled = compile_launches()
-    modules: tuple[Any, ...] = (*(linear, codes, teams, blocks, integers, held, products, chain),)
+    modules: tuple[Any, ...] = (
+        *(linear, codes, teams, blocks, integers, held, products, chain, group_chain),
+    )
     for module in modules:
         module.pdl_options = lambda device: {"PDL": True, "launch_pdl": True}
     for name in names or LAUNCHES:

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 from types import ModuleType
@@ -505,14 +506,25 @@ def test_a_weight_that_waits_is_tried_with_as_many_columns_as_it_has(
     assert seen == [k]
 
 
-def a_chain(has_bias: bool) -> Chain:
-    """Linears from an attention to the next one, of which a trial asks the sizes."""
+def a_chain(has_bias: bool, bits: int = 8) -> Chain:
+    """Linears from an attention to the next one, of which a trial asks the sizes.
+
+    Those of 4 bits have zeros where they have a bias.
+    """
     shapes = ((1024, 1024), (3072, 1024), (1024, 1536), (2048, 1024))
-    weights: Any = tuple(
-        Fp8Weight.quantized(torch.zeros(shape, dtype=torch.bfloat16, device="cuda"))
-        for shape in shapes
+
+    def made(n: int, k: int) -> Fp8Weight | GroupWeight:
+        zeros = torch.zeros((n, k), dtype=torch.bfloat16, device="cuda")
+        if bits == 8:
+            return Fp8Weight.quantized(zeros)
+        weight = GroupWeight.quantized(zeros, 4, 128)
+        return weight if has_bias else replace(weight, zeros=None)
+
+    weights: Any = tuple(made(*shape) for shape in shapes)
+    biases: Any = tuple(
+        torch.zeros(len(weight), dtype=torch.bfloat16, device="cuda") if has_bias else None
+        for weight in weights
     )
-    biases: Any = tuple(weight.scales.bfloat16() if has_bias else None for weight in weights)
     norm = ChainNorm(torch.ones(1024, dtype=torch.bfloat16, device="cuda"), 1e-5, float(has_bias))
     return Chain(weights, norm, norm, biases)
 
@@ -585,6 +597,8 @@ def test_hoppers_own_kernels_pass_their_trials(
     if dtype == torch.bfloat16:
         chain = hopper("linear.chain")
         cases += [(chain, (like(1, 1024)[0], a_chain(has_bias))) for has_bias in (False, True)]
+        of_groups = hopper("linear.chain.groups")
+        cases += [(of_groups, (like(1, 1024)[0], a_chain(zeros, 4))) for zeros in (False, True)]
     for module, arguments in cases:
         family = Family(module.__name__, "", release=UNTRIED, notes=tmp_path)
         monkeypatch.setattr(module, "_FAMILY", family)
@@ -601,7 +615,7 @@ EACH_KIND = (
     *("heads-48", "gated-bias", "gated-narrow", "segments-64", "codes-gated-1", "blocks-gated-1"),
     "teams-gated-32",
     *("floats-gated-1", "floats-gated-16"),
-    *("products-parts-96", "held-gated-8", "chain"),
+    *("products-parts-96", "held-gated-8", "chain", "chain-codes"),
 )
 MORE_FORMS = (
     *("8B", "0.5B", "1B-long", "heads-80", "heads-256", "quick-gelu-bias", "codes-gated-32"),
@@ -619,6 +633,7 @@ MORE_FORMS = (
     *("floats-added-3", "floats-stored-1", "floats-stored-16", "floats-gated-32"),
     *("codes-added-64", "segments-80", "segments-64-long", "products-wide-32"),
     *("products-wide-192", "held-added-8", "held-added-225", "held-stored-16", "chain-bias"),
+    "chain-codes-zeros",
 )
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +17,39 @@ from torch.nn import functional
 from engine_core.kernels import (
     GPU,
     Chain,
+    ChainForm,
     ChainNorm,
     Fp8Weight,
+    GroupWeight,
     chain_declined,
     chains_run_on,
     linear_chain,
 )
 from engine_core.kernels.linear import chain as chains
 from engine_core.kernels.linear.chain import barrier_count
+from engine_core.kernels.linear.groups import quantize_groups
 
 HOPPER = GPU.of_capability((9, 0))
+
+
+def floats(weight: Tensor, device: str) -> Fp8Weight:
+    made = Fp8Weight.quantized(weight)
+    return Fp8Weight(made.codes.to(device), made.scales.to(device), made.dtype)
+
+
+def codes(weight: Tensor, device: str, scales: torch.dtype, *, has_zeros: bool) -> GroupWeight:
+    """4 bits in groups of 128; zeros need not be codes, as of some checkpoints of GPTQ."""
+    of_codes, of_scales, zeros = quantize_groups(weight.to(device), 4, 128)
+    made = GroupWeight.of_codes(of_codes, of_scales.to(scales), 4, torch.bfloat16)
+    points = (zeros.view(torch.int8).T + (zeros.T % 3 == 0)).to(torch.int8).contiguous()
+    return replace(made, zeros=points if has_zeros else None)
+
+
+KINDS: dict[str, Callable[[Tensor, str], Any]] = {
+    "fp8": floats,
+    "int4": partial(codes, scales=torch.float16, has_zeros=True),
+    "int4, bfloat16, without zeros": partial(codes, scales=torch.bfloat16, has_zeros=False),
+}
 
 
 def chain(
@@ -32,6 +58,7 @@ def chain(
     *,
     has_bias: bool = False,
     offset: float = 0.0,
+    kind: str = "fp8",
 ) -> Chain:
     """One of random numbers: columns of heads, hidden, intermediate, and of q, k and v."""
     heads, hidden, intermediate, qkv = sizes
@@ -41,11 +68,7 @@ def chain(
         return torch.randn(shape, generator=draw).to(torch.bfloat16)
 
     shapes = ((hidden, heads), (2 * intermediate, hidden), (hidden, intermediate), (qkv, hidden))
-    weights = [Fp8Weight.quantized(normal(n, k) / k**0.5) for n, k in shapes]
-    on_device = [
-        Fp8Weight(weight.codes.to(device), weight.scales.to(device), weight.dtype)
-        for weight in weights
-    ]
+    on_device = [KINDS[kind](normal(n, k) / k**0.5, device) for n, k in shapes]
     norms = [ChainNorm((normal(hidden) / 4 + 1).to(device), 1e-5, offset) for _ in range(2)]
     biases = [normal(n).to(device) if has_bias else None for n, _ in shapes]
     weights: Any = tuple(on_device)
@@ -53,9 +76,19 @@ def chain(
     return Chain(weights, norms[0], norms[1], given)
 
 
+def numbers(weight: Any) -> Tensor:
+    """The numbers that the codes stand for."""
+    if isinstance(weight, Fp8Weight):
+        return weight.numbers(torch.float32).double()
+    off = weight.codes().double().unflatten(1, (-1, 128))
+    off -= 8 if weight.zeros is None else weight.zeros.double().T.unsqueeze(2)
+    numbers: Tensor = (off * weight.scales.double().T.unsqueeze(2)).flatten(1)
+    return numbers
+
+
 def expected(x: Tensor, residual: Tensor, made: Chain) -> tuple[Tensor, Tensor]:
     """The same in float64, of the numbers that the codes stand for; nothing is rounded."""
-    wide = [weight.numbers(torch.float32).double() for weight in made.weights]
+    wide = [numbers(weight).to(x.device) for weight in made.weights]
     biases = [torch.zeros((), dtype=torch.float64, device=x.device)] * 4
     biases = [
         zero if bias is None else bias.double()
@@ -91,10 +124,12 @@ def assert_near(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> 
         assert error < 6e-3
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("count", [1, 3])
-def test_it_is_what_the_linears_are(count: int, has_bias: bool) -> None:
-    made = chain((256, 128, 384, 192), has_bias=has_bias, offset=1.0 if has_bias else 0.0)
+def test_it_is_what_the_linears_are(count: int, has_bias: bool, kind: str) -> None:
+    sizes, offset = (256, 256, 384, 192), 1.0 if has_bias else 0.0
+    made = chain(sizes, has_bias=has_bias, offset=offset, kind=kind)
     x, residual = rows(count, made)
     assert_near(linear_chain(x, residual, made), expected(x, residual, made))
 
@@ -119,6 +154,35 @@ def test_what_has_no_kernel_is_declined_with_the_reason(
     assert chain_declined(1, [(4096, 4096)] * 4, torch.bfloat16, HOPPER) is None
 
 
+@pytest.mark.parametrize(
+    ("shapes", "why"),
+    [
+        ([(4096, 4096), (4112, 4096), (4096, 4096), (4096, 4096)], "or 32"),
+        ([(4096, 4096)] * 3 + [(4096, 4224)], "multiple of 256"),
+        ([(4096, 4096)] * 3 + [(16, 65536)], "32768 at most"),
+        ([(4096, 4096), (4096, 4096), (4096, 4096), (1024, 4096)], "such small weights"),
+    ],
+)
+def test_what_4_bits_decline(shapes: list[tuple[int, int]], why: str) -> None:
+    assert why in (chain_declined(1, shapes, torch.bfloat16, HOPPER, 4) or "")
+    assert chain_declined(1, [(4096, 4096)] * 4, torch.bfloat16, HOPPER, 4) is None
+
+
+def test_weights_of_a_chain_have_a_form() -> None:
+    weight = torch.randn(256, 256, dtype=torch.bfloat16)
+    assert ChainForm.of(floats(weight, "cpu")) == ChainForm(8)
+    made = codes(weight, "cpu", torch.float16, has_zeros=True)
+    assert ChainForm.of(made) == ChainForm(4, torch.float16, has_zeros=True)
+    narrow = GroupWeight.quantized(weight, 4, 32)
+    for other in (
+        GroupWeight.quantized(weight, 8, 128),
+        narrow,
+        replace(made, scales=made.scales.float()),
+        replace(made, centred=False),
+    ):
+        assert ChainForm.of(other) is None
+
+
 def test_processes_that_share_a_gpu_by_mps_have_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -132,15 +196,18 @@ def test_processes_that_share_a_gpu_by_mps_have_none(
 
 def launched(x: Tensor, residual: Tensor, made: Chain) -> tuple[Tensor, Tensor]:
     """Results of the kernel for ``[1, 1, heads]``, whatever the rule says of so small a chain."""
-    kernel = importlib.import_module("engine_core.kernels.linear.chain.hopper.triton")
+    of_codes = isinstance(made.weights[0], GroupWeight)
+    name = "chain.groups" if of_codes else "chain"
+    kernel = importlib.import_module(f"engine_core.kernels.linear.{name}.hopper.triton")
     product, total = kernel.chain(x[0], residual[0], made)
     return product[None], total[None]
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_hopper")
-def test_the_kernel_runs_where_it_is_not_declined() -> None:
-    made = chain((4096, 4096, 14336, 6144), "cuda")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernel_runs_where_it_is_not_declined(kind: str) -> None:
+    made = chain((4096, 4096, 14336, 6144), "cuda", kind=kind)
     x, residual = rows(1, made, "cuda")
     count = barrier_count(x.device)
     assert count is not None
@@ -153,6 +220,7 @@ def test_the_kernel_runs_where_it_is_not_declined() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
     "sizes",
@@ -166,9 +234,10 @@ def test_the_kernel_runs_where_it_is_not_declined() -> None:
     ],
 )
 def test_one_launch_is_what_the_linears_are(
-    sizes: tuple[int, int, int, int], has_bias: bool
+    sizes: tuple[int, int, int, int], has_bias: bool, kind: str
 ) -> None:
-    made = chain(sizes, "cuda", has_bias=has_bias, offset=1.0 if has_bias else 0.0)
+    offset = 1.0 if has_bias else 0.0
+    made = chain(sizes, "cuda", has_bias=has_bias, offset=offset, kind=kind)
     x, residual = rows(1, made, "cuda")
     first = launched(x, residual, made)
     assert_near(first, expected(x, residual, made))
@@ -181,9 +250,10 @@ def test_one_launch_is_what_the_linears_are(
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_what_is_no_number_stays_none(number: float) -> None:
-    made = chain((512, 512, 1024, 1024), "cuda")
+def test_what_is_no_number_stays_none(number: float, kind: str) -> None:
+    made = chain((512, 512, 1024, 1024), "cuda", kind=kind)
     x, residual = rows(1, made, "cuda")
     x[..., 7] = number
     assert not any(found.isfinite().any() for found in launched(x, residual, made))
@@ -193,8 +263,9 @@ def test_what_is_no_number_stays_none(number: float) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_hopper")
-def test_it_is_captured_and_replayed_between_other_kernels() -> None:
-    made = chain((1024, 1024, 3072, 2048), "cuda")
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_captured_and_replayed_between_other_kernels(kind: str) -> None:
+    made = chain((1024, 1024, 3072, 2048), "cuda", kind=kind)
     x, residual = rows(1, made, "cuda")
     wanted = launched(x, residual, made)
     given = torch.zeros_like(x)

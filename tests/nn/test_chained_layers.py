@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -11,16 +13,31 @@ from torch import Tensor, nn
 
 from engine_core.kernels import GPU, Fp8Weight
 from engine_core.nn import DecoderLayer, GatedMLP, PreNormed, RMSNorm, SelfAttention
+from engine_core.nn import linear as linears
 from engine_core.nn.blocks import Attended, agree, link_layers
 from engine_core.nn.epilogue import Call
 from engine_core.nn.fusions import fusions
-from engine_core.nn.linear import Linear
-from engine_core.nn.quantization import fp8_checkpoint
+from engine_core.nn.linear import Linear, LinearMethod
 from engine_core.nn.quantization.fp8 import Fp8LinearMethod
+from engine_core.nn.quantization.groups import (
+    GroupAtLoadMethod,
+    GroupLayout,
+    GroupLinearMethod,
+)
 from engine_core.step_context import AttentionMetadata, BuildContext, GroupMetadata, building
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 64, 4, 2, 16, 96
 TOKENS = 3
+
+
+def layout(
+    zeros: torch.dtype | None = None,
+    scales: torch.dtype = torch.float16,
+    *,
+    ordered: bool = False,
+) -> GroupLayout:
+    """4 bits in groups of 128, as checkpoints have them."""
+    return GroupLayout(4, 128, zeros, ordered, scales)
 
 
 class KeptCodes(Fp8LinearMethod):
@@ -63,7 +80,7 @@ def _chains_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def declined(rows: int, *_: object) -> str | None:
         return None if rows == 1 else "many rows"
 
-    monkeypatch.setattr(fp8_checkpoint, "chain_declined", declined)
+    monkeypatch.setattr(linears, "chain_declined", declined)
 
 
 def steps(made: list[DecoderLayer]) -> tuple[list[Any], list[Tensor], list[Tensor]]:
@@ -174,21 +191,47 @@ def test_a_gpu_that_has_the_kernel_chains_one_row_and_the_list_says_so() -> None
     assert chained(None) == {}
 
 
-def wide_layers() -> list[DecoderLayer]:
-    """Two layers on meta of a size that the kernel takes."""
+@pytest.mark.parametrize(
+    ("methods", "why"),
+    [
+        ([GroupAtLoadMethod(4, 128)], None),
+        ([GroupLinearMethod(layout(zeros=torch.uint8), False)], None),
+        ([GroupLinearMethod(layout(scales=torch.bfloat16), False)], None),
+        ([GroupAtLoadMethod(4, 32)], "not all of"),
+        ([GroupAtLoadMethod(8, 128)], "not all of"),
+        ([GroupLinearMethod(layout(scales=torch.float32), False)], "not all of"),
+        ([GroupLinearMethod(layout(ordered=True), False)], "put into the order"),
+        # One of them is of another form.
+        ([GroupAtLoadMethod(4, 128)] * 3 + [GroupLinearMethod(layout(), False)], "not all of"),
+        ([Fp8LinearMethod()] * 3 + [GroupAtLoadMethod(4, 128)], "not all of"),
+    ],
+)
+def test_4_bits_are_chained_where_all_linears_have_one_form(
+    methods: list[LinearMethod], why: str | None
+) -> None:
+    made = wide_layers(methods)
+    agree(nn.ModuleList(made[:1]), torch.device("meta"))
+    project, chain = made[0].self_attn.o_proj, made[0]._chain()
+    assert chain is not None
+    declined = project.declined(chain, Call(1, torch.bfloat16, GPU.of_capability((9, 0))))
+    assert declined is None if why is None else why in (declined or "")
+
+
+def wide_layers(methods: Sequence[LinearMethod] = (Fp8LinearMethod(),)) -> list[DecoderLayer]:
+    """Two layers on meta of a size that the kernel takes; their linears have methods in turn."""
     with building(BuildContext(dtype=torch.bfloat16, device=torch.device("meta"))):
         made = [
             DecoderLayer(
                 SelfAttention(2048, 16, 4, 128),
-                GatedMLP(2048, 8192),
+                GatedMLP(2048, 12288),
                 lambda: RMSNorm(2048, 1e-5),
             )
             for _ in range(2)
         ]
     for layer in made:
-        for module in layer.modules():
-            if isinstance(module, Linear):
-                module.method = Fp8LinearMethod()
+        within = [module for module in layer.modules() if isinstance(module, Linear)]
+        for module, method in zip(within, cycle(methods), strict=False):
+            module.method = method
     link_layers(made)
     return made
 

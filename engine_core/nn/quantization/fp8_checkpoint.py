@@ -18,18 +18,12 @@ from torch import Tensor, nn
 
 from engine_core.errors import ConfigError, ErrorCode, OptionError
 from engine_core.kernels import (
-    Chain,
-    ChainNorm,
-    CodedRows,
-    DeferredRMSNorm,
+    ChainForm,
     Fp8Weight,
     RowForm,
-    chain_declined,
-    linear_chain,
 )
-from engine_core.kernels.linear import chain as chains
 from engine_core.kernels.linear import fp8
-from engine_core.nn.epilogue import Call, Chained, Epilogue
+from engine_core.nn.epilogue import Call
 from engine_core.nn.linear import Linear, LinearMethod, UnquantizedLinearMethod
 from engine_core.nn.loading import (
     ShapeMismatchError,
@@ -37,7 +31,6 @@ from engine_core.nn.loading import (
     load_weight,
     set_weight_loader,
 )
-from engine_core.nn.norm import RMSNorm
 from engine_core.nn.packing import MatrixModule
 from engine_core.nn.quantization.scheme import QuantizationScheme, ScaleKind
 
@@ -113,54 +106,10 @@ class Fp8Method(UnquantizedLinearMethod):
             return "no matrix units multiply such codes"
         return None
 
-    def declined(self, layer: Linear, epilogue: Epilogue, call: Call) -> str | None:
-        """As of numbers, and a chain of linears that are all kept so."""
-        if isinstance(epilogue, Chained):
-            return self._declined_chain(layer, epilogue, call)
-        return super().declined(layer, epilogue, call)
-
-    def _declined_chain(self, layer: Linear, chain: Chained, call: Call) -> str | None:
-        if call.rows > chains.MOST_ROWS:
-            # Prompts are asked too, layer by layer.
-            return chain_declined(call.rows, [], call.dtype, call.gpu)
-        context, act = layer.context, chain.activated.module
-        if context.tp_size > 1 or context.deterministic:
-            return "ranks add up between its linears, or a product is batch-invariant"
-        if getattr(act, "activation", None) != "silu" or not getattr(act, "gated", False):
-            return "the activation is not a SiLU of a gate"
-        for add in (chain.middle, chain.end):
-            if add.before is not None:
-                return "the product has a norm of its own"
-            if type(add.norm).forward is not RMSNorm.forward:
-                return f"{type(add.norm).__name__} is not a norm of a chain"
-        linears = (layer, chain.first, chain.last, chain.following)
-        for each in linears:
-            method = each.method
-            kept = isinstance(method, Fp8Method) and method.has_row_scales
-            if not kept or not isinstance(each.packed, Fp8Weight | None):
-                return "one of its linears is not of 8-bit floats with a scale for each row"
-        shapes = [(each.out_features, each.in_features) for each in linears]
-        return chain_declined(call.rows, shapes, call.dtype, call.gpu)
-
-    def apply_with(
-        self,
-        layer: Linear,
-        x: Tensor | DeferredRMSNorm | CodedRows,
-        epilogue: Epilogue,
-        *operands: Any,
-    ) -> Any:
-        """As of numbers; a chain is one launch."""
-        if not isinstance(epilogue, Chained):
-            return super().apply_with(layer, x, epilogue, *operands)
-        assert isinstance(x, Tensor), "an attention gives numbers"
-        (residual,) = operands
-        linears = (layer, epilogue.first, epilogue.last, epilogue.following)
-        norms: list[Any] = [epilogue.middle.norm, epilogue.end.norm]
-        weights: Any = tuple(each.packed for each in linears)
-        biases: Any = tuple(each.bias for each in linears)
-        middle, end = (ChainNorm(norm.weight, norm.eps, norm.offset) for norm in norms)
-        chain = Chain(weights, middle, end, biases)
-        return linear_chain(x, residual, chain)
+    def chain_form(self, layer: Linear) -> ChainForm | None:
+        """That of codes with a scale a row."""
+        kept = self.has_row_scales and isinstance(layer.packed, Fp8Weight | None)
+        return ChainForm(8) if kept else None
 
     @property
     def has_row_scales(self) -> bool:

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from engine_core.kernels import CodedWeight, GroupWeight, linear
-from engine_core.kernels.linear.groups import fits_group, pack_codes, unpack_codes
+from engine_core.kernels import ChainForm, CodedWeight, GroupWeight, linear
+from engine_core.kernels.linear.groups import BLOCK, fits_group, pack_codes, unpack_codes
 from engine_core.kernels.linear.tiles import choose_group_tile
 from engine_core.nn.embedding import VocabularyMethod, VocabularySplit
 from engine_core.nn.epilogue import Call, Epilogue
@@ -206,6 +206,17 @@ class GroupLinearMethod(GroupMethod):
             scales, zeros = (each.repeat_interleave(times, dim=1) for each in (scales, zeros))
         return Int4Matrix.of_pairs(pairs, scales, zeros, dtype, size)
 
+    def chain_form(self, layer: Linear) -> ChainForm | None:
+        """That of codes of 4 bits in groups of 128 neighbours."""
+        layout = self._layout
+        has_zeros = layout.zeros == torch.uint8
+        if layout.ordered or layout.scale_dtype not in _SIXTEEN_BITS:
+            return None
+        if (layout.bits, layout.group_size) != (4, BLOCK) or (layout.zeros and not has_zeros):
+            return None
+        kept = isinstance(layer.packed, GroupWeight | None)
+        return ChainForm(4, layout.scale_dtype, has_zeros) if kept else None
+
     def declined(self, layer: Linear, epilogue: Epilogue, call: Call) -> str | None:
         """As of any weight; one whose inputs have an order of their own fuses nothing."""
         if self._layout.ordered:
@@ -255,6 +266,12 @@ class GroupAtLoadMethod(GroupMethod):
     def pack(self, weight: Tensor) -> GroupWeight:
         """The quantised weight."""
         return GroupWeight.quantized(weight, self._bits, self._group_size)
+
+    def chain_form(self, layer: Linear) -> ChainForm | None:
+        """That of codes of 4 bits in groups of 128."""
+        if (self._bits, self._group_size) != (4, BLOCK):
+            return None
+        return ChainForm(4, torch.float16, has_zeros=True)
 
     def packed_sizes(self, layer: MatrixModule) -> Mapping[str, int]:
         """Codes, scales and zeros instead of the weight."""

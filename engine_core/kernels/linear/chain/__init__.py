@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,14 +14,47 @@ from engine_core.kernels.gpu import GPU, gpu_of
 from engine_core.kernels.launch.quick import Quick, is_quick
 from engine_core.kernels.linear import linear, linear_add
 from engine_core.kernels.linear.fp8 import Fp8Weight
+from engine_core.kernels.linear.groups import BLOCK, GroupWeight
 
 # Rows of a step that the matrix units' columns have room for beside the parts of x.
 MOST_ROWS = 1
 _HOPPER = (9, 0)
-# Columns that are a chunk of each quarter of K; more of K than that have no room in shared memory.
-_QUARTER, _MOST_COLUMNS = 4 * 128, 65536
+# By the bits of a code: columns that are a chunk of each quarter of K, or two groups; what more
+# columns than these come to has no room in shared memory, or in registers.
+_CHUNK = {8: 4 * 128, 4: 2 * BLOCK}
+_MOST_COLUMNS = {8: 65536, 4: 32768}
 # Chains that were measured have more bytes; launches of small weights hide one another.
 _LEAST_BYTES = 32 << 20
+
+
+class ChainForm(NamedTuple):
+    """The form of a chain's weights, which its kernel depends on and all four share.
+
+    Attributes:
+        bits: 8 of 8-bit floats with a scale a row, 4 of codes in groups of 128.
+        scales: what these are of.
+        has_zeros: whether groups have zeros.
+    """
+
+    bits: int
+    scales: torch.dtype = torch.float32
+    has_zeros: bool = False
+
+    @classmethod
+    def of(cls, weight: Fp8Weight | GroupWeight) -> ChainForm | None:
+        """The form of a weight; None if it is none of a chain."""
+        if isinstance(weight, Fp8Weight):
+            return cls(8) if weight.scales.dim() == 1 else None
+        words = weight.words
+        fits = (
+            (weight.bits, weight.group_size, words.shape[2]) == (4, BLOCK, BLOCK // 4)
+            and weight.scales.dtype.itemsize == 2
+            and weight.minima is None
+            and weight.headers is None
+            and weight.centred
+            and words.is_contiguous()
+        )
+        return cls(4, weight.scales.dtype, weight.zeros is not None) if fits else None
 
 
 class ChainNorm(NamedTuple):
@@ -38,7 +71,10 @@ class ChainNorm(NamedTuple):
     offset: float = 0.0
 
 
-Weights = tuple[Fp8Weight, Fp8Weight, Fp8Weight, Fp8Weight]
+Weights = (
+    tuple[Fp8Weight, Fp8Weight, Fp8Weight, Fp8Weight]
+    | tuple[GroupWeight, GroupWeight, GroupWeight, GroupWeight]
+)
 Biases = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -62,15 +98,20 @@ class Chain(NamedTuple):
 
 
 def chain_declined(
-    rows: int, shapes: list[tuple[int, int]], dtype: torch.dtype, gpu: GPU | None
+    rows: int,
+    shapes: list[tuple[int, int]],
+    dtype: torch.dtype,
+    gpu: GPU | None,
+    bits: int = 8,
 ) -> str | None:
     """The reason why there is no kernel for so many rows and such a chain; None if there is.
 
     Args:
         rows: tokens.
-        shapes: ``(N, K)`` of the four matrices of 8-bit floats, in their order.
+        shapes: ``(N, K)`` of the four matrices, in their order.
         dtype: of x.
         gpu: where it runs.
+        bits: of a code, as of :class:`ChainForm`.
     """
     if rows > MOST_ROWS:
         return "for so many rows the linears are faster one by one"
@@ -80,9 +121,12 @@ def chain_declined(
         return "its kernel takes seconds to compile"
     if dtype != torch.bfloat16:
         return "float16 has more bits than two of 8-bit floats"
-    if any(k % _QUARTER or k > _MOST_COLUMNS or n % 16 for n, k in shapes):
-        return "each K must be a multiple of 512, 65536 at most, and each N one of 16"
-    if sum(n * k for n, k in shapes) < _LEAST_BYTES:
+    chunk, most = _CHUNK[bits], _MOST_COLUMNS[bits]
+    rows_of_tiles = (16, 32 if bits == 4 else 16, 16, 16)
+    fits = (n % of == 0 for (n, _), of in zip(shapes, rows_of_tiles, strict=False))
+    if any(k % chunk or k > most for _, k in shapes) or not all(fits):
+        return f"each K must be a multiple of {chunk}, {most} at most, and each N one of 16 or 32"
+    if sum(n * k for n, k in shapes) * bits < 8 * _LEAST_BYTES:
         return "launches of such small weights hide one another"
     return None
 
@@ -103,13 +147,27 @@ def chains_run_on(device: torch.device) -> bool:
 def _runs(x: Tensor, chain: Chain) -> bool:
     """Whether these rows ``[M, K]`` are one launch; the kernel may be tried for that."""
     shapes = [(weight.shape[0], weight.shape[1]) for weight in chain.weights]
-    if chain_declined(len(x), shapes, x.dtype, gpu_of(x.device)) is not None:
+    forms = {ChainForm.of(weight) for weight in chain.weights}
+    form = forms.pop()
+    if form is None or forms:
+        return False
+    if chain_declined(len(x), shapes, x.dtype, gpu_of(x.device), form.bits) is not None:
         return False
     if not chains_run_on(x.device) or barrier_count(x.device) is None:
         return False
-    from engine_core.kernels.linear.chain.hopper import triton as hopper
+    kernel = _kernel_of(chain)
+    return bool(kernel.fits(x, chain) and kernel.is_trusted(x, chain))
 
-    return hopper.fits(x, chain) and hopper.is_trusted(x, chain)
+
+def _kernel_of(chain: Chain) -> Any:
+    """The module of the kernel for such weights."""
+    if isinstance(chain.weights[0], GroupWeight):
+        from engine_core.kernels.linear.chain.groups.hopper import triton as groups
+
+        return groups
+    from engine_core.kernels.linear.chain.hopper import triton as floats
+
+    return floats
 
 
 def linear_chain(x: Tensor, residual: Tensor, chain: Chain) -> tuple[Tensor, Tensor]:
@@ -128,9 +186,8 @@ def linear_chain(x: Tensor, residual: Tensor, chain: Chain) -> tuple[Tensor, Ten
     """
     rows = x.reshape(-1, x.shape[-1])
     if _runs(rows, chain):
-        from engine_core.kernels.linear.chain.hopper import triton as hopper
-
-        product, total = hopper.chain(rows, residual.reshape(len(rows), -1), chain)
+        kernel = _kernel_of(chain)
+        product, total = kernel.chain(rows, residual.reshape(len(rows), -1), chain)
         return product.view(*x.shape[:-1], -1), total.view_as(residual)
     o, gate_up, down, qkv = chain.weights
     o_bias, gate_up_bias, down_bias, qkv_bias = chain.biases

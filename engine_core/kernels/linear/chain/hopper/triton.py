@@ -14,6 +14,7 @@ own columns count.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ def _issue(
 
 
 @gluon.jit
-def _join_programs(count_ptr, target):
+def join_programs(count_ptr, target):
     """Wait until all programs have come here; what they stored is visible then."""
     sync_threads()
     gl.inline_asm_elementwise(
@@ -196,12 +197,13 @@ def _own_products(acc):
 
 
 @gluon.jit
-def _rounded(x, ELEMENT: gl.constexpr):
+def rounded(x, ELEMENT: gl.constexpr):
+    """``x`` rounded to that type, in float32."""
     return x.to(ELEMENT).to(gl.float32)
 
 
 @gluon.jit
-def _ask(ptr, cols, N):
+def ask(ptr, cols, N):
     """Float32 of columns; 0 if there are none to load."""
     found = 0.0
     if ptr is not None:
@@ -243,7 +245,7 @@ def _linear(
         cols = tile * COLS + gl.arange(0, COLS, OUT)
         mask = cols < N
         scale = gl.load(scales_ptr + cols, mask=mask, other=0.0)
-        bias = _ask(bias_ptr, cols, N)
+        bias = ask(bias_ptr, cols, N)
         up_scale = scale
         up_bias = bias
         residual = scale
@@ -251,10 +253,10 @@ def _linear(
         if GATED:
             up_scale = gl.load(scales_ptr + N + cols, mask=mask, other=0.0)
             if bias_ptr is not None:
-                up_bias = _ask(bias_ptr + N, cols, N)
+                up_bias = ask(bias_ptr + N, cols, N)
         elif not SQUARES:
             residual = gl.load(end.residual + cols, mask=mask, other=0.0, cache_modifier=".cg")
-            weight = _ask(end.norm_weight, cols, N) + end.OFFSET
+            weight = ask(end.norm_weight, cols, N) + end.OFFSET
         acc = gl.zeros([64, 2 * _QUARTERS], gl.float32, ACC)
         for of_tile in range(NUM_STEPS[INDEX]):
             slot = step % STAGES
@@ -267,8 +269,8 @@ def _linear(
         if GATED:
             both = gl.sum(products.reshape([_QUARTERS, 2, COLS]), 0).permute((1, 0))
             gate, up = gl.convert_layout(both, BOTH).split()
-            gate = _rounded(gate * scale * factor + bias, ELEMENT)
-            up = _rounded(up * up_scale * factor + up_bias, ELEMENT)
+            gate = rounded(gate * scale * factor + bias, ELEMENT)
+            up = rounded(up * up_scale * factor + up_bias, ELEMENT)
             gl.store(end.out + cols, (activated(gate, "silu") * up).to(ELEMENT), mask=mask)
         else:
             found = gl.convert_layout(gl.sum(products.reshape([_QUARTERS, COLS]), 0), OUT)
@@ -276,7 +278,7 @@ def _linear(
             if SQUARES:
                 gl.store(end.out + cols, found.to(ELEMENT), mask=mask)
             else:
-                total = (_rounded(found, ELEMENT) + residual.to(gl.float32)).to(ELEMENT)
+                total = (rounded(found, ELEMENT) + residual.to(gl.float32)).to(ELEMENT)
                 gl.store(end.total + cols, total, mask=mask)
                 total = total.to(gl.float32)
                 gl.store(end.squares + tile, gl.sum(gl.where(mask, total * total, 0.0), 0))
@@ -336,19 +338,19 @@ def _chain_kernel(
         descs, rings, weights, xs, full, begins, x_ptr, o_end, o_scales, o_bias, None, 0.0, 0,
         KS[0], NS[0], 0, NUM_STEPS, HALVES, STAGES,
     )  # fmt: skip
-    _join_programs(count_ptr, count)
+    join_programs(count_ptr, count)
     MIDDLE_SQUARES: gl.constexpr = (NS[0] - 1) // _ROWS + 1
     _linear(
         descs, rings, weights, xs, full, begins, o_end.out, gate_up_end, gate_up_scales,
         gate_up_bias, o_end.squares, middle_eps, 1, KS[1], NS[1], MIDDLE_SQUARES, NUM_STEPS,
         HALVES, STAGES,
     )  # fmt: skip
-    _join_programs(count_ptr, count + programs)
+    join_programs(count_ptr, count + programs)
     _linear(
         descs, rings, weights, xs, full, begins, gate_up_end.out, down_end, down_scales,
         down_bias, None, 0.0, 2, KS[2], NS[2], 0, NUM_STEPS, HALVES, STAGES,
     )  # fmt: skip
-    _join_programs(count_ptr, count + 2 * programs)
+    join_programs(count_ptr, count + 2 * programs)
     END_SQUARES: gl.constexpr = (NS[2] - 1) // _ROWS + 1
     _linear(
         descs, rings, weights, xs, full, begins, down_end.out, qkv_end, qkv_scales, qkv_bias,
@@ -358,11 +360,12 @@ def _chain_kernel(
 
 def fits(x: Tensor, chain: Chain) -> bool:
     """Whether :func:`chain` takes tensors of these forms and places."""
+    weights: Any = chain.weights
     return x.stride(-1) == 1 and all(
         weight.scales.dim() == 1
         and weight.codes.is_contiguous()
         and weight.codes.data_ptr() % 16 == 0
-        for weight in chain.weights
+        for weight in weights
     )
 
 
@@ -381,36 +384,63 @@ def _trial(
     biased: tuple[bool, ...],
     offsets: tuple[float, float],
 ) -> Trial:
-    """A row by weights of these shapes, which machine code depends on; little more is kept."""
     draw = torch.Generator(x.device).manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw, device=x.device).to(x.dtype)
 
     def weight(n: int, k: int) -> Fp8Weight:
         codes = torch.randint(256, (n, k), generator=draw, device=x.device, dtype=torch.uint8)
         scales = torch.full((n,), 2 / k**0.5, device=x.device)
         return Fp8Weight(codes.bitwise_and_(0xB7).view(FP8), scales, x.dtype)  # below 2
 
+    def numbers(weight: Fp8Weight, rows: slice) -> Tensor:
+        part = Fp8Weight(weight.codes[rows], weight.scales[rows], x.dtype)
+        return part.numbers(torch.float32)
+
+    made = [weight(*shape) for shape in shapes]
+    return trial_of_chain(x, made, numbers, biased, offsets, chain)
+
+
+def trial_of_chain(
+    x: Tensor,
+    weights: Sequence[Any],
+    numbers: Callable[[Any, slice], Tensor],
+    biased: tuple[bool, ...],
+    offsets: tuple[float, float],
+    launch: Callable[[Tensor, Tensor, Chain], tuple[Tensor, Tensor]],
+) -> Trial:
+    """A row by weights of the real sizes, which machine code depends on; little more is kept.
+
+    Args:
+        x: a row like those to come.
+        weights: four, random.
+        numbers: what some rows of a weight stand for, float32.
+        biased: which of the four have a bias.
+        offsets: of the norms.
+        launch: the kernel.
+    """
+    draw = torch.Generator(x.device).manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, device=x.device).to(x.dtype)
+
     def product(rows: Tensor, index: int) -> Tensor:
         weight, bias = weights[index], biases[index]
-        parts = zip(weight.codes.split(_TRIED_ROWS), weight.scales.split(_TRIED_ROWS), strict=True)
-        numbers = (Fp8Weight(*part, x.dtype).numbers(torch.float32) for part in parts)
-        sums = torch.cat([rows.float() @ part.T for part in numbers], 1)
+        starts = range(0, len(weight), _TRIED_ROWS)
+        parts = (numbers(weight, slice(start, start + _TRIED_ROWS)) for start in starts)
+        sums = torch.cat([rows.float() @ part.T for part in parts], 1)
         return sums if bias is None else sums + bias.float()
 
-    weights = [weight(*shape) for shape in shapes]
-    width = shapes[0][0]
+    width = len(weights[0])
     norms = [ChainNorm(normal(width), 1e-6, offset) for offset in offsets]
     biases: Any = tuple(
-        normal(n) if has_bias else None for (n, _), has_bias in zip(shapes, biased, strict=True)
+        normal(len(weight)) if has_bias else None
+        for weight, has_bias in zip(weights, biased, strict=True)
     )
     four: Any = tuple(weights)
     tried = Chain(four, norms[0], norms[1], biases)
-    heads, residual = normal(1, shapes[0][1]), normal(1, width)
+    heads, residual = normal(1, weights[0].shape[1]), normal(1, width)
 
     def run() -> Tensor:
-        qkv, total = chain(heads, residual, tried)
+        qkv, total = launch(heads, residual, tried)
         return torch.cat((qkv, total), 1)
 
     total = product(heads, 0).to(x.dtype) + residual
@@ -447,7 +477,8 @@ def chain(x: Tensor, residual: Tensor, chain: Chain) -> tuple[Tensor, Tensor]:
     before the kernels before are waited for.
     """
     tile = Tile(_ROWS.value, 0)
-    sizes = [(weight.shape[0], weight.shape[1]) for weight in chain.weights]
+    weights: Any = chain.weights
+    sizes = [(weight.shape[0], weight.shape[1]) for weight in weights]
     o_end = Added.of(residual, chain.middle.weight, tile, chain.middle.offset)
     gate_up_end = Activated.of(o_end.out, sizes[1][0], gated=True)
     down_end = Added.of(o_end.total, chain.end.weight, tile, chain.end.offset)
@@ -458,10 +489,10 @@ def chain(x: Tensor, residual: Tensor, chain: Chain) -> tuple[Tensor, Tensor]:
     shared = groups * _CHUNKS.value * 2 * _QUARTERS.value * 128
     programs = num_multiprocessors(x.device)
     _chain_kernel[(programs,)](
-        *(_descriptor(*each) for each in zip(chain.weights, halves, strict=True)),
+        *(_descriptor(*each) for each in zip(weights, halves, strict=True)),
         x,
         *ends,
-        *(weight.scales for weight in chain.weights),
+        *(weight.scales for weight in weights),
         *chain.biases,
         chain.middle.eps,
         chain.end.eps,

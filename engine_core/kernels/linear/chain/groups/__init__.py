@@ -1,0 +1,1 @@
+"""A chain of linears by 4-bit codes."""
