@@ -62,26 +62,33 @@ _LOWER = gl.constexpr(16.0)
 # ahead, has room beside it, so that the first weights are there when attention ends.
 _MOST_SHARED = 180 * 1024
 _MOST_STAGES = 4
+# Of a thread at its launch; warps that multiply then take what the one that loads leaves.
+_MOST_REGISTERS = 96
 # Rows of a weight that a trial turns into numbers at once.
 _TRIED_ROWS = 1024
 
 
 @gluon.jit
-def _issue(
-    descs, rings, full, step, begins, NUM_STEPS: gl.constexpr, HALVES: gl.constexpr,
+def _load(
+    descs, rings, full, empty, NS: gl.constexpr, NUM_STEPS: gl.constexpr, HALVES: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Begin to load a step, of whichever linear it is."""
-    slot = step % STAGES
-    barrier = full.index(slot)
-    LINEARS: gl.constexpr = len(NUM_STEPS)
-    mbarrier.expect(barrier, _BYTES, pred=step < begins[LINEARS])
-    for i in gl.static_range(LINEARS):
-        there = (step >= begins[i]) & (step < begins[i + 1])
-        turn = (step - begins[i]) // NUM_STEPS[i]
-        chunk = (step - begins[i]) % NUM_STEPS[i] * _CHUNKS
-        row = (gl.program_id(0) + turn * gl.num_programs(0)) * (_ROWS // HALVES[i])
-        tma_load(descs[i], [chunk, 0, 0, row, 0], barrier, rings[i].index(slot), pred=there)
+    """The warp that loads the weights, all steps of this program, ahead as there is room.
+
+    They are older than all kernels: the first ones do not wait for x.
+    """
+    step = gl.program_id(0) * 0
+    for i in gl.static_range(len(NUM_STEPS)):
+        tiles = (NS[i] - 1) // (_ROWS // HALVES[i]) + 1
+        for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+            for of_tile in range(NUM_STEPS[i]):
+                slot = step % STAGES
+                barrier = full.index(slot)
+                place = [of_tile * _CHUNKS, 0, 0, tile * (_ROWS // HALVES[i]), 0]
+                mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
+                mbarrier.expect(barrier, _BYTES)
+                tma_load(descs[i], place, barrier, rings[i].index(slot))
+                step += 1
 
 
 @gluon.jit
@@ -213,13 +220,13 @@ def ask(ptr, cols, N):
 
 @gluon.jit
 def _linear(
-    descs, rings, weights, xs, full, begins, x_ptr, end, scales_ptr, bias_ptr, squares_ptr, eps,
+    weights, xs, full, empty, step, x_ptr, end, scales_ptr, bias_ptr, squares_ptr, eps,
     INDEX: gl.constexpr, K: gl.constexpr, N: gl.constexpr, SQUARES: gl.constexpr,
     NUM_STEPS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The linear number INDEX of the chain, of N columns; of what follows, see :class:`Added`.
 
-    With SQUARES, x lacks an RMSNorm's division by those.
+    With SQUARES, x lacks an RMSNorm's division by those. Returned is the next step's number.
     """
     QUADS: gl.constexpr = K // (_QUARTERS * 128)
     GATED: gl.constexpr = HALVES[INDEX] == 2
@@ -231,16 +238,16 @@ def _linear(
     # A thread has both a gate's product and its up's.
     BOTH: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WARPS, 1], [1, 0])
     OUT: gl.constexpr = gl.SliceLayout(1, BOTH)
-    factor = 1.0
+    squares = 0.0
     if SQUARES:
         FLAT: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
         places = gl.arange(0, triton.next_power_of_2(SQUARES), FLAT)
         squares = gl.load(
             squares_ptr + places, mask=places < SQUARES, other=0.0, cache_modifier=".cg"
         )
-        factor = 1.0 / gl.sqrt(gl.sum(squares, 0) / K + eps)
-    factor *= _take_row(xs[0], x_ptr, QUADS)
-    step = begins[INDEX]
+    factor = _take_row(xs[0], x_ptr, QUADS)
+    if SQUARES:
+        factor *= 1.0 / gl.sqrt(gl.sum(squares, 0) / K + eps)
     for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
         cols = tile * COLS + gl.arange(0, COLS, OUT)
         mask = cols < N
@@ -263,7 +270,7 @@ def _linear(
             mbarrier.wait(full.index(slot), step // STAGES & 1)
             acc = _multiply(weights, xs[1], acc, slot, of_tile)
             sync_threads()
-            _issue(descs, rings, full, step + STAGES, begins, NUM_STEPS, HALVES, STAGES)
+            mbarrier.arrive(empty.index(slot))
             step += 1
         products = _own_products(acc)
         if GATED:
@@ -283,6 +290,44 @@ def _linear(
                 total = total.to(gl.float32)
                 gl.store(end.squares + tile, gl.sum(gl.where(mask, total * total, 0.0), 0))
                 gl.store(end.out + cols, (total * weight).to(ELEMENT), mask=mask)
+    return step
+
+
+@gluon.jit
+def _multiply_all(
+    x_ptr, o_end, gate_up_end, down_end, qkv_end, scales, biases, middle_eps, end_eps, count_ptr,
+    weights, xs, full, empty,
+    KS: gl.constexpr, NS: gl.constexpr, NUM_STEPS: gl.constexpr, HALVES: gl.constexpr,
+    STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The warps that multiply: all of the chain but its loads of weights."""
+    programs = gl.num_programs(0)
+    wait(PDL)
+    count = gl.load(count_ptr, volatile=True)
+    step = programs * 0
+    step = _linear(
+        weights, xs, full, empty, step, x_ptr, o_end, scales[0], biases[0], None, 0.0, 0, KS[0],
+        NS[0], 0, NUM_STEPS, HALVES, STAGES,
+    )  # fmt: skip
+    # Some programs may have come to the first meeting already, but not all.
+    count = count - count % programs + programs
+    join_programs(count_ptr, count)
+    MIDDLE_SQUARES: gl.constexpr = (NS[0] - 1) // _ROWS + 1
+    step = _linear(
+        weights, xs, full, empty, step, o_end.out, gate_up_end, scales[1], biases[1],
+        o_end.squares, middle_eps, 1, KS[1], NS[1], MIDDLE_SQUARES, NUM_STEPS, HALVES, STAGES,
+    )  # fmt: skip
+    join_programs(count_ptr, count + programs)
+    step = _linear(
+        weights, xs, full, empty, step, gate_up_end.out, down_end, scales[2], biases[2], None, 0.0,
+        2, KS[2], NS[2], 0, NUM_STEPS, HALVES, STAGES,
+    )  # fmt: skip
+    join_programs(count_ptr, count + 2 * programs)
+    END_SQUARES: gl.constexpr = (NS[2] - 1) // _ROWS + 1
+    _linear(
+        weights, xs, full, empty, step, down_end.out, qkv_end, scales[3], biases[3],
+        down_end.squares, end_eps, 3, KS[3], NS[3], END_SQUARES, NUM_STEPS, HALVES, STAGES,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -308,8 +353,6 @@ def _chain_kernel(
     CHUNK: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
     CHUNKS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=3)
     X_COLS: gl.constexpr = 2 * _QUARTERS
-    pid = gl.program_id(0)
-    programs = gl.num_programs(0)
     ring = room(o_desc, STAGES)
     halves = reinterpret(
         ring, WORD, [STAGES, _CHUNKS, _QUARTERS, 2, _ROWS // 2, 64], gate_up_desc.layout
@@ -318,43 +361,22 @@ def _chain_kernel(
     x = gl.allocate_shared_memory(CODE, [GROUPS, _CHUNKS, X_COLS, 128], CHUNKS_LAYOUT)
     xs = (x, reinterpret(x, CODE, [GROUPS * _CHUNKS, X_COLS, 128], CHUNK))
     full = barriers(STAGES)
-    descs = (o_desc, gate_up_desc, down_desc, qkv_desc)
-    rings = (ring, halves, ring, ring)
-    # Steps of this program ahead of each linear.
-    begin = pid * 0
-    begins = (begin,)
-    for i in gl.static_range(4):
-        tiles = (NS[i] - 1) // (_ROWS // HALVES[i]) + 1
-        begin += gl.cdiv(gl.maximum(tiles - pid, 0), programs) * NUM_STEPS[i]
-        begins += (begin,)  # type: ignore[assignment]
-    # The weights are older than all kernels: their first tiles do not wait for x.
-    for stage in gl.static_range(STAGES):
-        _issue(descs, rings, full, pid * 0 + stage, begins, NUM_STEPS, HALVES, STAGES)
-    wait(PDL)
-    # Some programs may have come to the first meeting already, but not all.
-    count = gl.load(count_ptr, volatile=True)
-    count = count - count % programs + programs
-    _linear(
-        descs, rings, weights, xs, full, begins, x_ptr, o_end, o_scales, o_bias, None, 0.0, 0,
-        KS[0], NS[0], 0, NUM_STEPS, HALVES, STAGES,
-    )  # fmt: skip
-    join_programs(count_ptr, count)
-    MIDDLE_SQUARES: gl.constexpr = (NS[0] - 1) // _ROWS + 1
-    _linear(
-        descs, rings, weights, xs, full, begins, o_end.out, gate_up_end, gate_up_scales,
-        gate_up_bias, o_end.squares, middle_eps, 1, KS[1], NS[1], MIDDLE_SQUARES, NUM_STEPS,
-        HALVES, STAGES,
-    )  # fmt: skip
-    join_programs(count_ptr, count + programs)
-    _linear(
-        descs, rings, weights, xs, full, begins, gate_up_end.out, down_end, down_scales,
-        down_bias, None, 0.0, 2, KS[2], NS[2], 0, NUM_STEPS, HALVES, STAGES,
-    )  # fmt: skip
-    join_programs(count_ptr, count + 2 * programs)
-    END_SQUARES: gl.constexpr = (NS[2] - 1) // _ROWS + 1
-    _linear(
-        descs, rings, weights, xs, full, begins, down_end.out, qkv_end, qkv_scales, qkv_bias,
-        down_end.squares, end_eps, 3, KS[3], NS[3], END_SQUARES, NUM_STEPS, HALVES, STAGES,
+    empty = barriers(STAGES)
+    gl.warp_specialize(
+        [
+            (_multiply_all, (
+                x_ptr, o_end, gate_up_end, down_end, qkv_end,
+                (o_scales, gate_up_scales, down_scales, qkv_scales),
+                (o_bias, gate_up_bias, down_bias, qkv_bias), middle_eps, end_eps, count_ptr,
+                weights, xs, full, empty, KS, NS, NUM_STEPS, HALVES, STAGES, PDL,
+            )),
+            (_load, (
+                (o_desc, gate_up_desc, down_desc, qkv_desc), (ring, halves, ring, ring), full,
+                empty, NS, NUM_STEPS, HALVES, STAGES,
+            )),
+        ],
+        [1],
+        [24],
     )  # fmt: skip
 
 
@@ -503,6 +525,7 @@ def chain(x: Tensor, residual: Tensor, chain: Chain) -> tuple[Tensor, Tensor]:
         STAGES=max(2, min(_MOST_STAGES, (_MOST_SHARED - shared) // _BYTES.value)),
         GROUPS=groups,
         num_warps=4,
+        maxnreg=_MOST_REGISTERS,
         **pdl_options(x.device),
     )
     return qkv_end.out, down_end.total
