@@ -116,12 +116,15 @@ def rows(count: int, made: Chain, device: str = "cpu") -> tuple[Tensor, Tensor]:
 
 
 def assert_near(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
-    """Within a few roundings to bfloat16 of the rows' sizes."""
+    """Within a few roundings to bfloat16 of the rows' sizes.
+
+    What the linears one by one give, which round as often, is up to 0.0085 from these numbers.
+    """
     for got, want in zip(found, wanted, strict=True):
         assert got.shape == want.shape
         assert got.dtype == torch.bfloat16
         error = (got.double() - want).norm() / want.norm()
-        assert error < 6e-3
+        assert error < 1e-2
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -254,13 +255,15 @@ def test_chosen_kernels(rows: int, blocks: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "tile",
+    ("rows", "tile"),
     [
-        *((64, 1, 7, 4), (64, 1, 16, 4), (64, 2, 4, 4), (64, 2, 12, 4)),
-        *((128, 1, 3, 4), (128, 4, 4, 8), (256, 1, 4, 8)),
+        *product(
+            (1, 16, 32, 50, 96, 128, 150, 192),
+            ((64, 1, 7, 4), (64, 2, 4, 4), (128, 1, 3, 4), (128, 4, 4, 8), (256, 1, 4, 8)),
+        ),
+        *product((1, 17, 32), ((64, 1, 16, 4), (64, 2, 12, 4))),
     ],
 )
-@pytest.mark.parametrize("rows", [1, 16, 32, 50, 96, 128, 150, 192])
 def test_products_of_hopper(rows: int, tile: tuple[int, ...]) -> None:
     """Columns that are not a whole of tiles, and steps that are not a whole of K's parts.
 

@@ -456,14 +456,11 @@ def _tile_of_32_rows(n: int, k: int, gpu: GPU, parted: bool) -> ProductTile:
     that starts when the one before has left its multiprocessor, with all of its memory, is better
     than one beside it. A projection back is the exception, for attention ends multiprocessor by
     multiprocessor, but without parts the norm behind it reads a quarter. ms of a step of 32 rows,
-    3.522 to 3.526 with 64 columns and 8 tiles in flight everywhere: gate and up with 128 columns
-    and 3 tiles 3.499, and 5 3.525, with 64 columns and 4 and 6 tiles 3.548, 3.532; down in 2 parts
-    with 12 tiles 3.495, in 4 parts with 8 3.527; o in one part with 16 tiles 3.507, in two with 16
-    3.599, both in one 3.615; q, k and v with 16 tiles 3.501, and 4 3.627.
+    3.522 to 3.526 with 64 columns and 8 tiles in flight everywhere: down in 2 parts with 12 tiles
+    3.495, in 4 parts with 8 3.527; o in one part with 16 tiles 3.507, in two with 16 3.599, both in
+    one 3.615; q, k and v with 16 tiles 3.501, and 4 3.627. On another card 3.495, with these
+    together 3.333, and with gate and up of 128 columns besides, 3 and 5 tiles, 3.451 and 3.376.
     """
-    # Fewer or more programs than one or two a multiprocessor were not measured.
-    if n > WIDE and 1.5 * gpu.num_multiprocessors <= n / 128 <= 2 * gpu.num_multiprocessors:
-        return ProductTile(128, 1, 3)
     programs = -(-n // 64)
     short = k < 128 * 2 * _LONG_STEPS
     few = 0.45 * gpu.num_multiprocessors <= programs <= gpu.num_multiprocessors
