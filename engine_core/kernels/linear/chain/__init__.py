@@ -120,7 +120,8 @@ def chain_declined(
     if is_quick(Quick.PRODUCTS):
         return "its kernel takes seconds to compile"
     if dtype != torch.bfloat16:
-        return "float16 has more bits than two of 8-bit floats"
+        # Two 8-bit floats have fewer bits than one of float16.
+        return f"its kernel is for bfloat16, not for {dtype}"
     chunk, most = _CHUNK[bits], _MOST_COLUMNS[bits]
     rows_of_tiles = (16, 32 if bits == 4 else 16, 16, 16)
     fits = (n % of == 0 for (n, _), of in zip(shapes, rows_of_tiles, strict=False))
