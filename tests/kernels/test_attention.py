@@ -266,6 +266,36 @@ def test_kernel_options(name: str, deterministic: bool, launch_device: str) -> N
     assert error(got, expected) < 1e-5
 
 
+# Heads that are columns of products, and such of which keys or values have two parts.
+DECODE_SHAPES: list[dict[str, Any]] = [
+    {"heads": 7, "kv_heads": 1, "head_dim": 24, "v_head_dim": 16},
+    {"heads": 16, "kv_heads": 2, "head_dim": 64, "v_head_dim": 128, "block_size": 5},
+    {"heads": 3, "kv_heads": 3, "head_dim": 120, "v_head_dim": 56, "block_size": 64},
+    {"heads": 10, "kv_heads": 2, "head_dim": 80, "v_head_dim": 64},
+    {"heads": 4, "kv_heads": 1, "head_dim": 64, "v_head_dim": 80},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype"),
+    pairwise([*OPTIONS], DECODE_SHAPES, [torch.bfloat16, torch.float16]),
+    ids=str,
+)
+def test_kernel_options_of_decode_rows_of_16_bits(
+    name: str, shape: dict[str, Any], dtype: torch.dtype, launch_device: str
+) -> None:
+    options, rows = dict(OPTIONS[name]), [row for row in KERNEL_ROWS if row[0] == 1]
+    if "prefix_lens" in options:
+        options["prefix_lens"] = KERNEL_PREFIX[: len(rows)].to(launch_device)
+    if options.get("window") == 4:
+        options["window"] = 40
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = torch.rand(shape["heads"], device=launch_device)
+    paged = make_paged(rows, device=launch_device, dtype=dtype, fused=True, **shape)
+    expected = attend_by_reference(paged, 0.125, **options)
+    assert error(launch(paged, 0.125, **options), expected) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("name", ["plain", "window", "prefix"])
 def test_quick_steps_take_rows_that_decode_for_prompts_of_one_token(
     name: str, launch_device: str
