@@ -236,7 +236,7 @@ def _launch(
     block_h = triton.next_power_of_2(hidden_size)
     # At least 2048 values per program: 16 bytes per thread and load in 4 warps of bfloat16, so that
     # per-head norms (H = 128) do not launch a program for every head. For fewer rows too: a row's
-    # sum is added up in the same order however many there are.
+    # sum is added up in the same order however many there are, unless it is quantised.
     block_rows = max(1, 2048 // block_h)
     ids, num_chosen = chosen or (None, 0)
     codes = out if isinstance(out, CodedRows) else None
