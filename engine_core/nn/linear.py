@@ -77,6 +77,9 @@ class LinearMethod(Protocol):
         """
         return {}
 
+    def prepare_load(self, layer: Linear) -> None:
+        """Make ready for weights that will be loaded, and then given to the next method."""
+
     def process_after_load(self, layer: Linear) -> None:
         """Repack the loaded weights for :meth:`apply`, if that is worth it."""
 
@@ -625,7 +628,8 @@ class Linear(MatrixModule):
         if input_dim is not None:
             local = param.shape[input_dim]
             tensor = tensor.narrow(input_dim, self.context.tp_rank * local, local)
-        copy_checked(param.narrow(dim, part.offset, part.size), tensor)
+        copy = getattr(param, "copy_rows", None)
+        copy_checked(param.narrow(dim, part.offset, part.size), tensor, copy)
 
     def _spread(
         self, param: Any, tensor: Tensor, shard_id: Any, parts: Mapping[Hashable, _Part]

@@ -245,10 +245,13 @@ def take(tensor: Tensor) -> None:
         account.ignore(tensor)
 
 
-def copy_checked(target: Tensor, tensor: Tensor) -> None:
+def copy_checked(
+    target: Tensor, tensor: Tensor, copy: Callable[[Tensor, Tensor], None] | None = None
+) -> None:
     """Copy ``tensor`` into ``target``; on the meta device only compare their shapes.
 
     Of two tensors that are tied the second is not copied, but must be what the first has left.
+    ``copy(target, tensor)`` may leave the same numbers in another order.
 
     Raises:
         ShapeMismatchError: the shapes differ, or ``tensor`` holds the codes of quantised numbers
@@ -264,8 +267,12 @@ def copy_checked(target: Tensor, tensor: Tensor) -> None:
         raise ShapeMismatchError(f"is of {tensor.dtype}, the model wants {target.dtype}")
     if target.is_meta or tensor.is_meta:
         return
+    if copy is not None and _COMPARING.get():
+        ordered = torch.empty_like(target)
+        copy(ordered, tensor)
+        tensor = ordered
     if not _COMPARING.get():
-        target.copy_(tensor)
+        (copy or Tensor.copy_)(target, tensor)
     elif not _equal(target, tensor):
         raise _DifferentError
 

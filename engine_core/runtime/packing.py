@@ -87,17 +87,20 @@ class Packer:
 
     def __init__(self, model: nn.Module) -> None:
         self.seconds = 0.0
-        users = _users(model)
-        self._linears = [
-            module
-            for module in model.modules()
-            if isinstance(module, Linear) and all(users[id(p)] == 1 for p in module.parameters())
-        ]
+        users, modules = _users(model), list(model.modules())
         # Asked for all linears after each of a thousand tensors, this took half a second.
-        self._params = {module: tuple(module.parameters()) for module in self._linears}
+        self._params = {
+            module: tuple(module.parameters()) for module in modules if isinstance(module, Linear)
+        }
+        for module, own in list(self._params.items()):
+            if any(users[id(param)] != 1 for param in own):
+                del self._params[module]
+        self._linears = list(self._params)
+        for linear in self._linears:
+            linear.method.prepare_load(linear)
         self._owners = {id(p): module for module, own in self._params.items() for p in own}
         self._vocabularies: dict[int, list[VocabularySplit]] = {}
-        for module in model.modules():
+        for module in modules:
             if isinstance(module, VocabularySplit):
                 self._vocabularies.setdefault(id(module.weight), []).append(module)
         self._only_vocabularies = {

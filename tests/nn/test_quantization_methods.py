@@ -18,6 +18,7 @@ from engine_core.nn import (
     build_rowwise_linear,
     load_weight,
 )
+from engine_core.nn.linear import Linear
 from engine_core.nn.loading import ShapeMismatchError
 from engine_core.nn.packing import OneDNNMatrix, onednn_packs
 from engine_core.nn.quantization import (
@@ -32,6 +33,7 @@ from engine_core.nn.quantization import (
     quantize_int4,
 )
 from engine_core.nn.quantization.exported import form_shapes, pack_form
+from engine_core.nn.quantization.groups import GroupLayout, GroupLinearMethod
 from engine_core.step_context import BuildContext, building
 
 ROWS = [1, 3, 17, 24, 25, 128, 129, 256, 257, 300]
@@ -313,3 +315,39 @@ def test_a_file_has_packed_matrices_of_one_group_of_inputs_and_of_several(
         for name, tensor in made.items()
     }
     assert found == form_shapes(form, 16, columns)
+
+
+def group_linear(parts: list[int], inputs: int) -> Linear:
+    """A merged linear whose integers of 4 bits a CPU multiplies."""
+    linear = build_gateup_linear(inputs, parts)
+    layout = GroupLayout(4, 32, torch.bfloat16, False, torch.bfloat16)
+    linear.set_method(GroupLinearMethod(layout, on_cpu=True))
+    return linear
+
+
+@pytest.mark.parametrize("filled", ["by load_weight", "by itself", "in part by itself"])
+@pytest.mark.parametrize("parts", [[64, 192], [64, 96], [48, 32]])
+def test_codes_are_packed_as_they_are_read(parts: list[int], filled: str) -> None:
+    """A model may fill what it wants by itself, and parts need not be whole blocks."""
+    linear = group_linear(parts, 64)
+    linear.method.prepare_load(linear)
+    exact, start = [], 0
+    for index, rows in enumerate(parts):
+        codes, scales, zeros = quantize_int4(random(rows, 64, seed=index))
+        pairs = codes[:, ::2] + 16 * codes[:, 1::2]
+        if filled == "by itself" or (filled == "in part by itself" and index == 1):
+            linear.weight.data[start : start + rows] = pairs
+        else:
+            # The second time replaces the first.
+            load_weight(linear.weight, pairs.flip(0), shard_id=index)
+            load_weight(linear.weight, pairs, shard_id=index)
+        load_weight(linear.get_parameter("weight_scale"), scales, shard_id=index)
+        load_weight(linear.get_parameter("weight_zero_point"), zeros, shard_id=index)
+        exact.append(numbers_of_int4(codes, scales, zeros))
+        start += rows
+    linear.method.process_after_load(linear)
+    numbers = torch.cat(exact)
+    assert (linear.weight - numbers).abs().max() <= 2**-8 * numbers.abs().max()
+    x = random(5, 64, seed=9)
+    product = x.double() @ numbers.double().T
+    assert (linear(x) - product).abs().max() < BFLOAT16 * product.abs().max()

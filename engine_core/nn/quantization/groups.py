@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.kernels import ChainForm, CodedWeight, GroupWeight, linear
+from engine_core.kernels.code_blocks import pack_blocks, unpack_blocks
 from engine_core.kernels.linear.groups import BLOCK, fits_group, pack_codes, unpack_codes
 from engine_core.kernels.linear.tiles import choose_group_tile
 from engine_core.nn.embedding import VocabularyMethod, VocabularySplit
@@ -17,7 +18,7 @@ from engine_core.nn.epilogue import Call, Epilogue
 from engine_core.nn.linear import Linear, UnquantizedLinearMethod
 from engine_core.nn.loading import set_weight_loader
 from engine_core.nn.packing import MatrixModule, PackedMatrix
-from engine_core.nn.quantization.int4 import Int4Matrix
+from engine_core.nn.quantization.int4 import Int4Matrix, block_rows
 from engine_core.nn.quantization.int8 import Int8Matrix
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
@@ -110,6 +111,30 @@ class GroupMethod(UnquantizedLinearMethod):
         return False
 
 
+class _BlockWriter:
+    """Copies rows of codes into a parameter as blocks, and knows which.
+
+    A family may fill parameters by itself, and then nothing, or not all, was copied here.
+    """
+
+    def __init__(self, block: int) -> None:
+        self._block = block
+        self._rows: dict[int, int] = {}  # by the first
+
+    def __call__(self, target: Tensor, pairs: Tensor) -> None:
+        pack_blocks(pairs, self._block, target)
+        self._rows[target.storage_offset() // target.shape[1]] = len(target)
+
+    def has_written(self, codes: Tensor) -> bool:
+        """Whether all of ``codes`` are in blocks; if only some are, these are turned back."""
+        if sum(self._rows.values()) == len(codes):
+            return True
+        for start, count in self._rows.items():
+            rows = codes[start : start + count]
+            rows.copy_(unpack_blocks(rows, self._block))
+        return False
+
+
 class GroupLinearMethod(GroupMethod):
     """A checkpoint's integers, in the form that all of its formats are brought into.
 
@@ -165,23 +190,45 @@ class GroupLinearMethod(GroupMethod):
             sizes |= {"weight_scale": 0} | ({"weight_zero_point": 0} if layout.zeros else {})
         return sizes
 
+    def prepare_load(self, layer: Linear) -> None:
+        """Have codes written in the blocks of a CPU's kernel at once, not first as they are."""
+        codes = layer.get_parameter("weight")
+        if (
+            self._on_cpu
+            and self._layout.bits == 4
+            and not self._layout.ordered
+            and layer.context.tp_size == 1
+            and codes.shape[0] == layer.matrix_shape[0]
+            and (block := block_rows())
+            and not any(rows % block for rows in layer.part_rows.values())
+        ):
+            codes.copy_rows = _BlockWriter(block)  # type: ignore[attr-defined]
+
     def process_after_load(self, layer: Linear) -> None:
         """Bring the codes into the layout of a kernel."""
         names = [name for name in layer._parameters if name.startswith("weight")]
         layout, held = self._layout, {name: layer.get_parameter(name).data for name in names}
+        writer: _BlockWriter | None = getattr(layer.get_parameter("weight"), "copy_rows", None)
         packed, scales = held["weight"], held["weight_scale"]
+        in_blocks = writer is not None and writer.has_written(packed)
         zeros = held.get("weight_zero_point")
         order = None
         if layout.ordered:
             order = held["weight_g_idx"][0].argsort(stable=True).int()
             codes = unpack_codes(packed, layout.bits).index_select(1, order)
             packed = pack_codes(codes, layout.bits)
-        matrix = layer.pack_by(partial(self._matrix, layer.dtype), packed, scales, zeros)
+        make = partial(self._matrix, layer.dtype, in_blocks)
+        matrix = layer.pack_by(make, packed, scales, zeros)
         assert matrix is not None, "there is one for each"
         layer.set_packed(matrix if order is None else OrderedMatrix(matrix, order), *names)
 
     def _matrix(
-        self, dtype: torch.dtype, packed: Tensor, scales: Tensor, zeros: Tensor | None
+        self,
+        dtype: torch.dtype,
+        in_blocks: bool,
+        packed: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
     ) -> PackedMatrix:
         layout = self._layout
         if not self._on_cpu:
@@ -190,10 +237,15 @@ class GroupLinearMethod(GroupMethod):
             )
         if layout.bits == 8:
             return Int8Matrix.of(packed.view(torch.int8), scales.squeeze(1), dtype)
-        return self._int4(packed, scales, zeros, dtype)
+        return self._int4(packed, scales, zeros, dtype, in_blocks)
 
     def _int4(
-        self, pairs: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype
+        self,
+        pairs: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        dtype: torch.dtype,
+        in_blocks: bool,
     ) -> Int4Matrix:
         size = self._layout.cpu_group(2 * pairs.shape[1])
         if zeros is None:
@@ -204,7 +256,8 @@ class GroupLinearMethod(GroupMethod):
         times = 2 * pairs.shape[1] // size // scales.shape[1]
         if times > 1:
             scales, zeros = (each.repeat_interleave(times, dim=1) for each in (scales, zeros))
-        return Int4Matrix.of_pairs(pairs, scales, zeros, dtype, size)
+        make = Int4Matrix.of_packed if in_blocks else Int4Matrix.of_pairs
+        return make(pairs, scales, zeros, dtype, size)
 
     def chain_form(self, layer: Linear) -> ChainForm | None:
         """That of codes of 4 bits in groups of 128 neighbours."""
