@@ -30,6 +30,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # of ideep, torch's layer over it. Their own limit of 1,024 each comes to 600 MiB, within minutes of
 # short chats. What was dropped costs 0.4 ms once more. They are read at the first product.
 _PRODUCTS_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}
+# NumPy's library of products starts a thread for each core when it is imported, and gives each its
+# memory: with two cores that takes 0.05 s of the import, and as much again on the other core. The
+# engine has torch multiply.
+_NUMPY_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
 # Idle threads of GNU's OpenMP poll for work, milliseconds long unless told otherwise. Where other
 # processes want the cores, the working threads wait for them, and whoever polls to the end of its
 # turn is not woken in the midst of another's. Two threads beside some ten on two cores decoded 0.7
@@ -56,7 +60,7 @@ _TOLD_OF_MAIN = ("init_main_from_name", "init_main_from_path")
 
 
 def claim() -> None:
-    """Declare that this process is the engine's alone, best before torch is imported.
+    """Declare that this process is the engine's alone, best before NumPy or torch is imported.
 
     Until :func:`freeze` it seldom collects garbage. It may have as many open files as the system
     allows: pictures in shared memory are one each.
@@ -67,7 +71,7 @@ def claim() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # "unlimited", which not every system takes
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    for name, count in _PRODUCTS_KEPT.items():
+    for name, count in (_PRODUCTS_KEPT | _NUMPY_THREADS).items():
         os.environ.setdefault(name, count)
     poll_briefly()
 

@@ -9,7 +9,7 @@ import gc
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, TypeGuard
 from weakref import WeakValueDictionary
@@ -610,7 +610,14 @@ class _Joint:
 
 def _takes_then(branch: nn.Module) -> bool:
     """Whether a branch's ``forward`` is one as :class:`Branch` describes."""
-    return "then" in inspect.signature(branch.forward).parameters
+    if "forward" in vars(branch):
+        return "then" in inspect.signature(branch.forward).parameters
+    return _class_takes_then(type(branch))
+
+
+@cache
+def _class_takes_then(cls: type[nn.Module]) -> bool:
+    return "then" in inspect.signature(cls.forward).parameters
 
 
 # What fuses nothing for any of these rows is not asked in a step.
