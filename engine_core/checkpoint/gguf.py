@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _MAX_DIMS = 4
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
 # Value type -> its struct code.
 _SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
 # Elements per call of gguf.dequantize. It processes a whole tensor 16 rows at a time, so that the
@@ -306,7 +307,7 @@ class _Reader:
         count = self._unpack("Q", key)
         if type_ == _STRING:
             self._room(count * 8, f"{count} strings of {key}")
-            return [self._string(key) for _ in range(count)]
+            return self._strings(count, key)
         if type_ not in _SCALARS:
             raise CorruptCheckpointError(
                 f"{self.path}: {key} is an array of the unknown or nested type {type_}"
@@ -315,6 +316,25 @@ class _Reader:
 
         dtype = np.dtype(_SCALARS[type_]).newbyteorder("<")
         return np.frombuffer(self._take(count * dtype.itemsize, key), dtype)
+
+    def _strings(self, count: int, key: str) -> list[str]:
+        """As many calls of :meth:`_string`, in a third of the time; vocabularies are long."""
+        strings: list[str] = []
+        data, at, read = self.map, self._at, _LENGTH.unpack_from
+        try:
+            for _ in range(count):
+                begin = at + _LENGTH.size
+                end = begin + read(data, at)[0]
+                text = str(data[begin:end], "utf-8")
+                if end > self.size:
+                    break
+                strings.append(text)
+                at = end
+        except (struct.error, UnicodeDecodeError):
+            pass
+        self._at = at
+        # The first that is wrong is read once more, by what says how.
+        return [*strings, *(self._string(key) for _ in range(count - len(strings)))]
 
     def _string(self, what: str) -> str:
         data = self._take(self._unpack("Q", what), what)
