@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine_core.kernels import compiled
 from engine_core.kernels.linear.groups import GroupWeight
 
 # Rows of a panel, of which a vector holds four columns each.
@@ -122,6 +123,9 @@ def pack_blocks(blocks: Tensor, type_name: str) -> Tensor:
     columns = count * form.file_block
     panel_bytes = form.panel_bytes(columns)
     panels = torch.empty(-(-rows // PANEL), panel_bytes, dtype=torch.uint8)
+    if blocks.is_contiguous() and blocks.data_ptr() % 2 == 0 and compiled.available():
+        compiled.kernels("block_panels").pack_blocks(blocks, type_name, panels)
+        return panels.view(-1)
     step = max(_CHUNK // columns // PANEL, 1) * PANEL
     for start in range(0, rows, step):
         part = blocks[start : start + step]
