@@ -67,6 +67,7 @@ class GGUFWeights:
         self._adapter = adapter
         self._dtype = dtype
         self._kept: frozenset[str] = frozenset()
+        self._orders: dict[str, NDArray[np.int64] | None] = {}
         self._sources: dict[str, GGUFTensor] = {}
         for tensor in gguf.tensors.values():
             name = adapter.tensor_name(tensor.name)
@@ -142,7 +143,7 @@ class GGUFWeights:
         unknown = set(names) - set(self.block_types)
         assert not unknown, f"not in blocks: {sorted(unknown)}"
         kept = GGUFWeights(self._gguf, self._adapter, self._dtype)
-        kept._kept = frozenset(names)
+        kept._kept, kept._orders = frozenset(names), self._orders
         headers: dict[str, TensorHeader] = {}
         for name, header in self.headers.items():
             if name not in kept._kept:
@@ -162,6 +163,12 @@ class GGUFWeights:
         Raises:
             _NoRowOrderError: it does more than reorder rows.
         """
+        # Some ms for a matrix of a large model, and asked for twice.
+        if name not in self._orders:
+            self._orders[name] = self._find_row_order(name)
+        return self._orders[name]
+
+    def _find_row_order(self, name: str) -> NDArray[np.int64] | None:
         import numpy as np
 
         shape = self._gguf.tensors[name].shape

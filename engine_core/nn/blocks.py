@@ -612,12 +612,12 @@ def _takes_then(branch: nn.Module) -> bool:
     """Whether a branch's ``forward`` is one as :class:`Branch` describes."""
     if "forward" in vars(branch):
         return "then" in inspect.signature(branch.forward).parameters
-    return _class_takes_then(type(branch))
+    return _function_takes_then(type(branch).forward)
 
 
 @cache
-def _class_takes_then(cls: type[nn.Module]) -> bool:
-    return "then" in inspect.signature(cls.forward).parameters
+def _function_takes_then(forward: Callable[..., Any]) -> bool:
+    return "then" in inspect.signature(forward).parameters
 
 
 # What fuses nothing for any of these rows is not asked in a step.

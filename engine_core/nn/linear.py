@@ -78,7 +78,8 @@ class LinearMethod(Protocol):
         return {}
 
     def prepare_load(self, layer: Linear) -> None:
-        """Make ready for weights that will be loaded, and then given to the next method."""
+        """Make ready for weights that will be loaded, and then processed by the next method."""
+        del layer
 
     def process_after_load(self, layer: Linear) -> None:
         """Repack the loaded weights for :meth:`apply`, if that is worth it."""

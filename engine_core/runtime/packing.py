@@ -92,9 +92,9 @@ class Packer:
         self._params = {
             module: tuple(module.parameters()) for module in modules if isinstance(module, Linear)
         }
-        for module, own in list(self._params.items()):
+        for linear, own in list(self._params.items()):
             if any(users[id(param)] != 1 for param in own):
-                del self._params[module]
+                del self._params[linear]
         self._linears = list(self._params)
         for linear in self._linears:
             linear.method.prepare_load(linear)

@@ -1,5 +1,7 @@
 import os
 import shutil
+import subprocess
+import sys
 
 import gguf
 import numpy as np
@@ -177,6 +179,20 @@ def test_every_type_is_read_as_gguf_reads_it(tmp_path, type_name):
     assert found.dtype == np.float32
     # Bit for bit, because random scales are sometimes not a number.
     assert np.array_equal(found.view(np.uint32), wanted.view(np.uint32))
+
+
+def test_a_file_of_usual_types_is_read_without_the_gguf_package(tmp_path):
+    """Its import takes as long as the rest of the header."""
+    path = write_llama_gguf(tmp_path / "x.gguf", random_llama(), CONFIG, quantise="Q4_1")
+    script = (
+        "import sys; from pathlib import Path; from engine_core.checkpoint.gguf import GGUFFile; "
+        "file = GGUFFile(Path(sys.argv[1])); file.read('output_norm.weight'); "
+        "print(sorted({each.type_name for each in file.tensors.values()}), 'gguf' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "['F32', 'Q4_1'] False\n"
 
 
 @pytest.mark.parametrize("quantise", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F16", "BF16", "F32"])

@@ -125,6 +125,27 @@ def test_idle_threads_of_openmp_poll_briefly(
     assert found[1] == polls
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads by Linux's list of them")
+@pytest.mark.parametrize("asked", [None, "2"])
+def test_numpy_starts_no_threads_unless_it_is_told_to(asked: str | None) -> None:
+    script = (
+        "import os; from engine_core import own_process; own_process.claim(); import numpy; "
+        "print(len(os.listdir('/proc/self/task')))"
+    )
+    kept = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=kept if asked is None else {**kept, "OPENBLAS_NUM_THREADS": asked},
+    )
+    if asked is None:
+        assert int(done.stdout) == 1
+    elif own_process.count_cores() > 1 and int(done.stdout) == 1:
+        pytest.skip("NumPy's library of products is not OpenBLAS with threads of its own")
+
+
 @functools.cache
 def in_process() -> dict[str, tuple[list[int], bool]]:
     """Counts of frozen objects, before, with a model and after; whether the heap's limits are set.
