@@ -510,7 +510,7 @@ class DecoderLayer(Module):
                 and not layer.residual_after_norm
             ):
                 first, activated, last = mlp.ends()
-                return Chained(
+                chain = Chained(
                     AddNorm(self.post_attention_layernorm),
                     first,
                     activated,
@@ -518,6 +518,9 @@ class DecoderLayer(Module):
                     AddNorm(layer.input_layernorm),
                     following.ends()[0],
                 )
+                # What stands in for a linear, as an adapter does, has a product of its own.
+                linears = (attention.ends()[2], first, last, chain.following)
+                return chain if all(_runs_as(each, Linear) for each in linears) else None
         return None
 
 

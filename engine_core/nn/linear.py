@@ -102,7 +102,11 @@ class LinearMethod(Protocol):
         return f"{type(self).__name__} fuses nothing"
 
     def chain_form(self, layer: Linear) -> ChainForm | None:
-        """The form that a chain of linears asks of the weight; None where it can be none of one."""
+        """The form that a chain of linears asks of the weight; None where it can be none of one.
+
+        A chain's kernel reads the weight and the bias: what else a method adds to a product is not
+        in it.
+        """
         return None
 
     def row_form(self, layer: Linear) -> RowForm:
@@ -339,7 +343,7 @@ def _declined_chain(layer: Linear, chain: Chained, call: Call) -> str | None:
         # Prompts are asked too, layer by layer.
         return chain_declined(call.rows, [], call.dtype, call.gpu)
     linears = (layer, chain.first, chain.last, chain.following)
-    forms = {each.method.chain_form(each) for each in linears}
+    forms = {_chain_form(each) for each in linears}
     form = forms.pop()
     if form is None or forms:
         return "its linears are not all of 8-bit floats or of 4-bit codes that a chain has"
@@ -355,6 +359,13 @@ def _declined_chain(layer: Linear, chain: Chained, call: Call) -> str | None:
             return f"{type(add.norm).__name__} is not a norm of a chain"
     shapes = [(each.out_features, each.in_features) for each in linears]
     return chain_declined(call.rows, shapes, call.dtype, call.gpu, form.bits)
+
+
+def _chain_form(layer: Linear) -> ChainForm | None:
+    """That of a weight which is packed, or will be; one that was loaded may have stayed plain."""
+    if layer.packed is None and not layer.weight.is_meta:
+        return None
+    return layer.method.chain_form(layer)
 
 
 def _chain_of(layer: Linear, chain: Chained) -> Chain:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -15,7 +16,7 @@ from engine_core.kernels import GPU, Fp8Weight
 from engine_core.nn import DecoderLayer, GatedMLP, PreNormed, RMSNorm, SelfAttention
 from engine_core.nn import linear as linears
 from engine_core.nn.blocks import Attended, agree, link_layers
-from engine_core.nn.epilogue import Call
+from engine_core.nn.epilogue import Call, Epilogue
 from engine_core.nn.fusions import fusions
 from engine_core.nn.linear import Linear, LinearMethod
 from engine_core.nn.quantization.fp8 import Fp8LinearMethod
@@ -142,6 +143,68 @@ def test_a_hook_on_either_layer_ends_the_chain_between_them() -> None:
     _, expected, _ = steps(layers())
     for found, wanted in zip(streams, expected, strict=True):
         assert (found - wanted).norm() < 0.02 * wanted.norm()
+
+
+class Doubled(nn.Module):
+    """Twice a linear's product: an adapter that fuses nothing."""
+
+    def __init__(self, inner: Linear) -> None:
+        super().__init__()
+        self.inner, self.dtype = inner, inner.dtype
+
+    def declined(self, epilogue: Epilogue, call: Call) -> str:
+        return "its product is its own"
+
+    def forward(self, x: Any, epilogue: Epilogue | None = None, *operands: Any) -> Any:
+        return 2 * self.inner(x) if epilogue is None else epilogue.plain(self, x, *operands)
+
+
+@pytest.mark.usefixtures("_chains_on_cpu")
+@pytest.mark.parametrize("name", ["self_attn.o_proj", "mlp.down_proj", "self_attn.qkv_proj"])
+def test_what_stands_in_for_a_linear_is_run(name: str) -> None:
+    """Three layers have a chain each but the last: the second is in two of them."""
+    made, wanted = layers(), layers()
+    branch, _, linear = name.partition(".")
+    place = made[1].get_submodule(branch)
+    inner: Any = getattr(place, linear)
+    if linear == "qkv_proj":
+        # Attention asks it for more than a product, so that it has another forward alone.
+        inner.forward = partial(doubled, inner)
+    else:
+        setattr(place, linear, Doubled(inner))
+    weight: Any = wanted[1].get_submodule(name).packed
+    weight.scales.mul_(2)
+    bias: Any = wanted[1].get_submodule(name).bias
+    if bias is not None:
+        bias.data.mul_(2)
+    given, streams, _ = steps(made)
+    assert [type(each) for each in given].count(Attended) < 2
+    _, expected, _ = steps(wanted)
+    for found, want in zip(streams, expected, strict=True):
+        assert (found - want).norm() < 0.02 * want.norm()
+
+
+def doubled(layer: Linear, x: Any, epilogue: Epilogue | None = None, *operands: Any) -> Any:
+    """Twice the product of a linear, and then the epilogue by itself."""
+    if epilogue is None:
+        return 2 * type(layer).forward(layer, x)
+    return epilogue.plain(layer, x, *operands)
+
+
+@pytest.mark.usefixtures("_chains_on_cpu")
+@pytest.mark.parametrize("name", ["self_attn.o_proj", "mlp.gate_up_proj", "self_attn.qkv_proj"])
+def test_a_weight_that_stayed_plain_is_in_no_chain(name: str) -> None:
+    """As of a layer whose bias another one shares."""
+    made = layers()
+    layer: Any = made[1].get_submodule(name)
+    numbers = layer.packed.dense()
+    layer.packed = None
+    layer.weight = nn.Parameter(numbers, requires_grad=False)
+    given, streams, _ = steps(made)
+    assert [type(each) for each in given].count(Attended) < 2
+    _, expected, _ = steps(layers())
+    for found, want in zip(streams, expected, strict=True):
+        assert (found - want).norm() < 0.02 * want.norm()
 
 
 @pytest.mark.usefixtures("_chains_on_cpu")
