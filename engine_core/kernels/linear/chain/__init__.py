@@ -16,7 +16,8 @@ from engine_core.kernels.linear import linear, linear_add
 from engine_core.kernels.linear.fp8 import Fp8Weight
 from engine_core.kernels.linear.groups import BLOCK, GroupWeight
 
-# Rows of a step that the matrix units' columns have room for beside the parts of x.
+# Rows of a step. Beside the parts of one row of x in 8-bit floats the matrix units' columns have no
+# room for another; more by 4-bit codes, for which they have, were not measured.
 MOST_ROWS = 1
 _HOPPER = (9, 0)
 # By the bits of a code: columns that are a chunk of each quarter of K, or two groups; what more
@@ -120,13 +121,15 @@ def chain_declined(
     if is_quick(Quick.PRODUCTS):
         return "its kernel takes seconds to compile"
     if dtype != torch.bfloat16:
-        # Two 8-bit floats have fewer bits than one of float16.
+        # Two 8-bit floats have fewer bits than one of float16. And a group's greatest number is
+        # found among the bits of bfloat16, the first half of a float32's.
         return f"its kernel is for bfloat16, not for {dtype}"
     chunk, most = _CHUNK[bits], _MOST_COLUMNS[bits]
     rows_of_tiles = (16, 32 if bits == 4 else 16, 16, 16)
-    fits = (n % of == 0 for (n, _), of in zip(shapes, rows_of_tiles, strict=False))
+    fits = (n % of == 0 for (n, _), of in zip(shapes, rows_of_tiles, strict=True))
     if any(k % chunk or k > most for _, k in shapes) or not all(fits):
-        return f"each K must be a multiple of {chunk}, {most} at most, and each N one of 16 or 32"
+        gated = ", that of gate and up one of 32" if bits == 4 else ""
+        return f"each K must be a multiple of {chunk}, {most} at most, each N one of 16{gated}"
     if sum(n * k for n, k in shapes) * bits < 8 * _LEAST_BYTES:
         return "launches of such small weights hide one another"
     return None
