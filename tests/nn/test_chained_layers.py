@@ -156,13 +156,16 @@ class Doubled(nn.Module):
         return "its product is its own"
 
     def forward(self, x: Any, epilogue: Epilogue | None = None, *operands: Any) -> Any:
-        return 2 * self.inner(x) if epilogue is None else epilogue.plain(self, x, *operands)
+        like_a_linear: Any = self
+        if epilogue is None:
+            return 2 * self.inner(x)
+        return epilogue.plain(like_a_linear, x, *operands)
 
 
 @pytest.mark.usefixtures("_chains_on_cpu")
 @pytest.mark.parametrize("name", ["self_attn.o_proj", "mlp.down_proj", "self_attn.qkv_proj"])
 def test_what_stands_in_for_a_linear_is_run(name: str) -> None:
-    """Three layers have a chain each but the last: the second is in two of them."""
+    """The second of three layers is in both chains: in one it is the next layer."""
     made, wanted = layers(), layers()
     branch, _, linear = name.partition(".")
     place = made[1].get_submodule(branch)
