@@ -356,10 +356,9 @@ class _Reader:
             for _ in range(count):
                 begin = at + _LENGTH.size
                 end = begin + read(data, at)[0]
-                text = str(data[begin:end], "utf-8")
-                if end > self.size:
+                if end > self.size:  # a slice would copy the rest of the file
                     break
-                strings.append(text)
+                strings.append(str(data[begin:end], "utf-8"))
                 at = end
         except (struct.error, UnicodeDecodeError):
             pass

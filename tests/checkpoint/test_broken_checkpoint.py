@@ -315,6 +315,23 @@ def test_every_cut_of_a_gguf_header_is_seen(tmp_path, llama_adapters):
             GGUFFile(path)
 
 
+def test_a_string_longer_than_a_gguf_file_is_not_copied(tmp_path):
+    from engine_core.checkpoint import GGUFFile
+
+    path = tmp_path / "x.gguf"
+    strings = GGUFBytes.string("xy") + struct.pack("<Q", 1 << 62)
+    path.write_bytes(arch().pair("t", 9, array(8, 3, strings)).bytes())
+    os.truncate(path, 1 << 26)  # the rest is a hole
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptCheckpointError, match=r"t should take 4611686018427387904 byt"):
+            GGUFFile(path)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < 1 << 20
+
+
 def test_a_part_of_a_split_gguf(tmp_path, llama_adapters):
     path = tmp_path / "model-00001-of-00002.gguf"
     path.write_bytes(arch().pair("split.count", 4, 2).bytes())
