@@ -9,7 +9,7 @@ import pytest
 import torch
 from gguf_blocks import random_blocks
 
-from engine_core.errors import OptionError, PluginLoadError
+from engine_core.errors import ConfigError, OptionError, PluginLoadError
 from engine_core.nn import (
     build_embedding,
     build_gateup_linear,
@@ -19,7 +19,7 @@ from engine_core.nn import (
     load_weight,
 )
 from engine_core.nn.linear import Linear
-from engine_core.nn.loading import ShapeMismatchError
+from engine_core.nn.loading import ShapeMismatchError, stacked_loader
 from engine_core.nn.packing import OneDNNMatrix, onednn_packs
 from engine_core.nn.quantization import (
     BlockLinearMethod,
@@ -351,3 +351,25 @@ def test_codes_are_packed_as_they_are_read(parts: list[int], filled: str) -> Non
     x = random(5, 64, seed=9)
     product = x.double() @ numbers.double().T
     assert (linear(x) - product).abs().max() < BFLOAT16 * product.abs().max()
+
+
+def test_codes_that_are_compared_are_not_taken_for_the_parameters() -> None:
+    """A linear that two names share may have tensors under both; the second is compared."""
+    linear = group_linear([64, 192], 64)
+    linear.method.prepare_load(linear)
+    exact = []
+    module = torch.nn.ModuleDict({"a": linear, "b": linear})
+    names = {"gate": ("a", 0), "up": ("a", 1), "other": ("b", 1)}
+    load = stacked_loader(module, names)
+    for index, (rows, name) in enumerate(((64, "gate"), (192, "up"))):
+        codes, scales, zeros = quantize_int4(random(rows, 64, seed=index))
+        pairs = codes[:, ::2] + 16 * codes[:, 1::2]
+        for leaf, tensor in (("", pairs), ("_scale", scales), ("_zero_point", zeros)):
+            load(f"{name}.weight{leaf}", tensor)
+        exact.append(numbers_of_int4(codes, scales, zeros))
+    load("other.weight", pairs)
+    with pytest.raises(ConfigError, match="but in the checkpoint they differ"):
+        load("other.weight", pairs.flip(0))
+    linear.method.process_after_load(linear)
+    numbers = torch.cat(exact)
+    assert (linear.weight - numbers).abs().max() <= 2**-8 * numbers.abs().max()

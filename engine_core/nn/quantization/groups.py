@@ -119,20 +119,26 @@ class _BlockWriter:
 
     def __init__(self, block: int) -> None:
         self._block = block
-        self._rows: dict[int, int] = {}  # by the first
+        # Addresses of blocks: what is only compared is written to memory of its own.
+        self._written: set[int] = set()
 
     def __call__(self, target: Tensor, pairs: Tensor) -> None:
         pack_blocks(pairs, self._block, target)
-        self._rows[target.storage_offset() // target.shape[1]] = len(target)
+        self._written.update(self._addresses(target))
 
     def has_written(self, codes: Tensor) -> bool:
         """Whether all of ``codes`` are in blocks; if only some are, these are turned back."""
-        if sum(self._rows.values()) == len(codes):
+        written = [address in self._written for address in self._addresses(codes)]
+        if all(written):
             return True
-        for start, count in self._rows.items():
-            rows = codes[start : start + count]
-            rows.copy_(unpack_blocks(rows, self._block))
+        for rows, is_block in zip(codes.split(self._block), written, strict=True):
+            if is_block:
+                rows.copy_(unpack_blocks(rows, self._block))
         return False
+
+    def _addresses(self, rows: Tensor) -> range:
+        start = rows.data_ptr()
+        return range(start, start + rows.nbytes, self._block * rows.shape[1])
 
 
 class GroupLinearMethod(GroupMethod):
