@@ -27,7 +27,7 @@ from engine_core.configs import EngineConfig
 from engine_core.engine import kept_kernels
 from engine_core.engine.beside import Rehearsal
 from engine_core.engine.startup import Opened, load, open_engine
-from engine_core.errors import CheckpointNotFoundError
+from engine_core.errors import CheckpointError
 from engine_core.nn.decoder import Decoder
 from engine_core.nn.distributed import is_rehearsing, without_ranks
 from engine_core.plugin_code import described
@@ -244,7 +244,8 @@ def _opened(model: str, config: EngineConfig) -> Opened:
     """The model, of whose tensors no numbers are read.
 
     Those that are quantised say by their names, shapes and types which linears have which kernels.
-    Of any other the config says it all, so that its files need not be there.
+    Of any other the config says it all, so that its files need not be there, or all there: of a
+    clone without Git LFS they are pointers.
 
     Raises:
         EngineError: the model cannot run; the subclass says why.
@@ -252,7 +253,7 @@ def _opened(model: str, config: EngineConfig) -> Opened:
     try:
         # A GGUF file that is not kept in blocks is converted by the engine alone.
         return open_engine(model, config, convert=False)
-    except CheckpointNotFoundError:
+    except CheckpointError:
         opened = open_engine(model, config.replace(load_format="dummy"), convert=False)
         if opened.source.scheme is not None and opened.source.scheme.settings is not None:
             raise

@@ -93,18 +93,28 @@ def test_all_steps_of_a_start_run_on_a_gpu_that_is_not_there(tmp_path: Path) -> 
 
 
 def test_quantised_weights_are_rehearsed_by_what_their_tensors_say(tmp_path: Path) -> None:
-    """Their numbers are not read. Others need no files but the config."""
+    """Their numbers are not read. Others need no files but the config, or none that are whole."""
     config = {"max_position_embeddings": 128}
     held, _ = packed(llama(), FORMATS["awq"], lambda name: "lm_head" in name)
     awq = write(tmp_path / "awq", held, FORMATS["awq"].settings, **config)
     plain = write(tmp_path / "plain", llama(), **config)
     (plain / "model.safetensors").unlink()
+    cloned = write(tmp_path / "cloned", {}, **config)
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n"
+    (cloned / "model.safetensors").write_bytes(pointer)
     mixed = write_mixed(tmp_path / "mixed.gguf")
     kept = f"{mixed}=bfloat16=1=gguf"
-    given = (f"{plain}=bfloat16", f"{awq}=bfloat16", kept, f"{mixed}=bfloat16")
+    given = (
+        f"{cloned}=bfloat16",
+        f"{plain}=bfloat16",
+        f"{awq}=bfloat16",
+        kept,
+        f"{mixed}=bfloat16",
+    )
     found = rehearsals(tmp_path / "cache", *given)
     assert all(each["same"] for each in found)
-    plain, awq, blocks, unpacked = (each["counts"] for each in found)
+    cloned, plain, awq, blocks, unpacked = (each["counts"] for each in found)
+    assert cloned == plain
     assert awq["_linear_kernel"] > 0
     assert blocks["_linear_kernel"] > awq["_linear_kernel"]
     # Of many rows blocks become numbers; of few, numbers of so small a model are cuBLAS's.
