@@ -105,7 +105,8 @@ def _tensors(source: ModelSource) -> str | None:
     scheme, checkpoint = source.scheme, source.checkpoint
     if scheme is None:
         return None
-    if checkpoint.gguf is not None:
+    # A rehearsal leaves a file unconverted whose numbers the engine has on the disk.
+    if checkpoint.gguf is not None and not scheme.converts_gguf:
         return _digest(json.dumps(sorted(checkpoint.gguf.block_types.items())))
     if scheme.settings is None:  # quantised at load
         return None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from torch import Tensor
 
 from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.checkpoint import open_checkpoint
-from engine_core.kernels import GroupWeight
+from engine_core.engine import kept_kernels
+from engine_core.kernels import GPU, GroupWeight
 from engine_core.nn.quantization import BlockMatrix
 from engine_core.registry import build_registry
 from engine_core.runtime.loader import build_on_meta, load_weights, match_weights
@@ -101,3 +104,30 @@ def test_the_engine_on_a_gpu(mixed: Path, eager: bool) -> None:
         for token in first.keys() & second.keys():
             off = math.exp(first[token].logprob) - math.exp(second[token].logprob)
             assert abs(off) < 0.03
+
+
+@pytest.mark.parametrize(("scheme", "noted"), [("int8", False), ("gguf", True)])
+def test_notes_of_kept_kernels_know_blocks_only_where_they_are_kept(
+    mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, noted: bool
+) -> None:
+    """What is noted by a process that converts nothing is found by the engine, which does."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source: Any = SimpleNamespace(
+        model_config=SimpleNamespace(model_dump_json=lambda: "{}"),
+        model_class=torch.nn.Module,
+        dtype=torch.bfloat16,
+        kv_cache_dtype="auto",
+        scheme=build_registry(()).quantization_scheme(scheme),
+    )
+    adapters = {"llama": LlamaGGUFAdapter}
+    opened = [
+        open_checkpoint(mixed, gguf_adapters=adapters, convert=each) for each in (False, True)
+    ]
+    config, gpu = EngineConfig(quantization=scheme), GPU.of_capability((9, 0))
+    source.checkpoint = opened[0]
+    pytest.importorskip("triton", reason="triton is not installed")
+    kept_kernels.keep(kept_kernels.made_for(source, config, gpu), [])
+    assert kept_kernels.may_be_kept(source, config, gpu)
+    source.checkpoint = opened[1]
+    assert kept_kernels.may_be_kept(source, config, gpu) is not noted
