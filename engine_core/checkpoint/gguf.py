@@ -113,7 +113,8 @@ class GGUFFile:
             case "F16":
                 return raw.view("<f2").astype(np.float32).reshape(tensor.shape)
             case "BF16":
-                words = raw.view("<u2").astype(np.uint32) << 16
+                words = raw.view("<u2").astype(np.uint32)
+                words <<= 16  # here, since a vocabulary may take gigabytes
                 return words.view(np.float32).reshape(tensor.shape)
         import gguf
 

@@ -2,6 +2,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tracemalloc
 
 import gguf
 import numpy as np
@@ -193,6 +194,27 @@ def test_a_file_of_usual_types_is_read_without_the_gguf_package(tmp_path):
         [sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True
     )
     assert done.stdout == "['F32', 'Q4_1'] False\n"
+
+
+@pytest.mark.parametrize("type_name", ["F32", "F16", "BF16", "Q8_0"])
+def test_a_tensor_is_read_without_a_second_copy_of_its_numbers(tmp_path, type_name):
+    kind = gguf.GGMLQuantizationType[type_name]
+    path = tmp_path / "x.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    raw = gguf.quantize(np.ones((256, 4096), np.float32), kind)
+    writer.add_tensor("w", raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GGUFFile(path)
+    tracemalloc.start()
+    try:
+        assert file.read("w").all()
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < 1.6 * 256 * 4096 * 4
 
 
 @pytest.mark.parametrize("quantise", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F16", "BF16", "F32"])
