@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from triton.runtime.cache import triton_key
 
+from engine_core.checkpoint import resolve_model
 from engine_core.configs import EngineConfig
 from engine_core.engine import kept_kernels
 from engine_core.engine.beside import Rehearsal
@@ -254,6 +255,8 @@ def _opened(model: str, config: EngineConfig) -> Opened:
         # A GGUF file that is not kept in blocks is converted by the engine alone.
         return open_engine(model, config, convert=False)
     except CheckpointError:
+        if not (resolve_model(model, config.revision) / "config.json").is_file():
+            raise
         opened = open_engine(model, config.replace(load_format="dummy"), convert=False)
         if opened.source.scheme is not None and opened.source.scheme.settings is not None:
             raise

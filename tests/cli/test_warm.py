@@ -71,6 +71,26 @@ def test_quantised_weights_have_to_be_there(tmp_path: Path) -> None:
     assert "it holds config.json" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("a.gguf",), "a.gguf is no GGUF file: it does not begin with GGUF"),
+        (("a.gguf", "b.gguf"), "has several GGUF files; name one: a.gguf, b.gguf"),
+        ((), "does not exist"),
+    ],
+)
+def test_what_is_wrong_with_a_gguf_file_is_said(
+    names: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    """No config beside it says what its weights would be."""
+    for name in names:
+        (tmp_path / name).write_bytes(b"x" * 64)
+    done = warm("--gpu", "H200", model=tmp_path if len(names) > 1 else tmp_path / "a.gguf")
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert "dummy" not in done.stderr
+
+
 @pytest.mark.slow
 def test_kernels_are_compiled_once(tmp_path: Path) -> None:
     """A second time all are there, and one that is missing is compiled again.
