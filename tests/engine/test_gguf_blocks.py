@@ -110,7 +110,7 @@ def test_the_engine_on_a_gpu(mixed: Path, eager: bool) -> None:
 def test_notes_of_kept_kernels_know_blocks_only_where_they_are_kept(
     mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, noted: bool
 ) -> None:
-    """What is noted by a process that converts nothing is found by the engine, which does."""
+    """A process that converts nothing notes what the engine, which converts, finds."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source: Any = SimpleNamespace(
