@@ -343,9 +343,8 @@ def _declined_chain(layer: Linear, chain: Chained, call: Call) -> str | None:
         # Prompts are asked too, layer by layer.
         return chain_declined(call.rows, [], call.dtype, call.gpu)
     linears = (layer, chain.first, chain.last, chain.following)
-    forms = {_chain_form(each) for each in linears}
-    form = forms.pop()
-    if form is None or forms:
+    form = ChainForm.shared(_chain_form(each) for each in linears)
+    if form is None:
         return "its linears are not all of 8-bit floats or of 4-bit codes that a chain has"
     context, act = layer.context, chain.activated.module
     if context.tp_size > 1 or context.deterministic:

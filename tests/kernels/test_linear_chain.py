@@ -184,6 +184,9 @@ def test_weights_of_a_chain_have_a_form() -> None:
         replace(made, centred=False),
     ):
         assert ChainForm.of(other) is None
+    assert ChainForm.shared([ChainForm(8)] * 4) == ChainForm(8)
+    for differing in ([ChainForm(8), ChainForm(4)], [ChainForm(4), None], [None, None]):
+        assert ChainForm.shared(differing) is None
 
 
 def test_processes_that_share_a_gpu_by_mps_have_none(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +57,12 @@ class ChainForm(NamedTuple):
             and words.is_contiguous()
         )
         return cls(4, weight.scales.dtype, weight.zeros is not None) if fits else None
+
+    @classmethod
+    def shared(cls, forms: Iterable[ChainForm | None]) -> ChainForm | None:
+        """The form of all; None if one has none, or they differ."""
+        first, *others = set(forms)
+        return None if others else first
 
 
 class ChainNorm(NamedTuple):
@@ -151,9 +158,8 @@ def chains_run_on(device: torch.device) -> bool:
 def _runs(x: Tensor, chain: Chain) -> bool:
     """Whether these rows ``[M, K]`` are one launch; the kernel may be tried for that."""
     shapes = [(weight.shape[0], weight.shape[1]) for weight in chain.weights]
-    forms = {ChainForm.of(weight) for weight in chain.weights}
-    form = forms.pop()
-    if form is None or forms:
+    form = ChainForm.shared(ChainForm.of(weight) for weight in chain.weights)
+    if form is None:
         return False
     if chain_declined(len(x), shapes, x.dtype, gpu_of(x.device), form.bits) is not None:
         return False
