@@ -267,13 +267,14 @@ def copy_checked(
         raise ShapeMismatchError(f"is of {tensor.dtype}, the model wants {target.dtype}")
     if target.is_meta or tensor.is_meta:
         return
-    if copy is not None and _COMPARING.get():
+    if not _COMPARING.get():
+        (copy or Tensor.copy_)(target, tensor)
+        return
+    if copy is not None:
         ordered = torch.empty_like(target)
         copy(ordered, tensor)
         tensor = ordered
-    if not _COMPARING.get():
-        (copy or Tensor.copy_)(target, tensor)
-    elif not _equal(target, tensor):
+    if not _equal(target, tensor):
         raise _DifferentError
 
 

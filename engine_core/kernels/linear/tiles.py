@@ -467,8 +467,10 @@ def _tile_of_32_rows(n: int, k: int, gpu: GPU, parted: bool) -> ProductTile:
     parts = _parts(programs, k, gpu) if parted and not (short and few) else 1
     if parts * programs > gpu.num_multiprocessors:
         return ProductTile(64, parts, 8)
-    steps = -(-k // (128 * parts))
-    return ProductTile(64, parts, max(3, min(16 if parts == 1 else 12 if not short else 8, steps)))
+    most = 8 if short else 12
+    if parts == 1:
+        most = 16
+    return ProductTile(64, parts, max(3, min(most, -(-k // (128 * parts)))))
 
 
 # Rows up to which codes of groups are multiplied as they are. For more they become numbers first,
