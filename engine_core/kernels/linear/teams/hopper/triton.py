@@ -61,7 +61,7 @@ _WORDS = gl.constexpr(64)
 # Registers of a thread of the warp that loads, and of a team's, by teams and what a program's
 # threads may have on average. ptxas waits for each product if a team's are too few.
 _LOADS = gl.constexpr(32)
-_REGISTERS = {(2, 0): 208, (2, 80): 104, (4, 0): 112}
+_REGISTERS = {(2, 0): 208, (2, 80): 104, (2, 88): 112, (4, 0): 112}
 
 
 @gluon.constexpr_function
