@@ -19,6 +19,9 @@ RARELY_MERGED_HEADS = 4
 _NARROW_STRETCH, _STRETCH = 1.2, 1.5
 # Of the GPU on which tiles were measured.
 _MULTIPROCESSORS = 132
+# Of a multiprocessor of Hopper: 32-bit registers, bytes of shared memory, and those kept back for
+# each program.
+_REGISTERS, _SHARED, _RESERVED = 65536, 228 * 1024, 1024
 # Heads that are columns of products over codes at most, and the widest of them: 8 of 256 took 83 us
 # where as rows they take 74.
 _TURNED_HEADS, _TURNED_DIMS = 8, 128
@@ -37,6 +40,7 @@ class Launch(NamedTuple):
         merged_splits: splits of a row that are merged at a time.
         merged_heads: heads that are merged at a time.
         uneven: as ``wanted``, of rows whose lengths differ; 0 for as many.
+        registers: of a thread at most; 0 leaves that to the compiler.
     """
 
     block_g: int
@@ -48,6 +52,7 @@ class Launch(NamedTuple):
     merged_splits: int
     merged_heads: int
     uneven: int = 0
+    registers: int = 0
 
 
 class _Tile(NamedTuple):
@@ -241,6 +246,46 @@ def rest_of(dim: int, block: int) -> int:
         return 0
     columns = max(16, power_of_2(dim - block // 2))
     return columns if columns < block // 2 else 0
+
+
+def shared_memory(
+    block_g: int, columns: tuple[int, int], number_bytes: int, block_n: int, num_warps: int,
+    num_stages: int,
+) -> int:  # fmt: skip
+    """Bytes of shared memory of a program: tiles in flight, the queries, and weights exchanged.
+
+    ``columns`` are those of a token's keys and of its values.
+    """
+    numbers = sum(columns) * number_bytes + (8 if number_bytes == 1 else 0)
+    held = 2 if number_bytes < 4 else 4
+    weights = block_g * block_n * held if num_warps > 1 else 0
+    return (num_stages - 1) * block_n * numbers + block_g * columns[0] * held + weights
+
+
+def registers(memory: int, num_warps: int, turned: bool) -> int:
+    """Registers of a thread that leave as many programs as shared memory does, with ``memory`` each.
+
+    Without a bound the compiler takes fewer than a loop needs to ask for a tile's block early and
+    to overlap products, though nothing else would use them: 96 of 180 with 2 query heads of 64, 168
+    of 252 with 5 of 128, where a tile took 1.1 us and not 0.65. 0 where a bound would be so low
+    that numbers may be spilled. ``turned``: heads are columns, which takes fewer.
+    """
+    programs = max(1, min(_SHARED // (memory + _RESERVED), 16 // num_warps))
+    most = _REGISTERS // (32 * num_warps * programs) // 8 * 8
+    return 0 if most < (128 if turned else 168) else min(most, 255)
+
+
+def merging(
+    bound: int, num_warps: int, block_dv: int, group_size: int, block_g: int
+) -> tuple[int, int]:
+    """Splits and heads that are merged at a time: all heads if there is room, and then splits.
+
+    Each turn is a wait for memory. ``bound`` is that of a thread's registers, of which half or more
+    hold what is merged.
+    """
+    room = 32 * num_warps * (128 if bound >= 200 else 64) // block_dv
+    heads = max(1, min(power_of_2(min(group_size, block_g)), room // MERGED_SPLITS[0]))
+    return max(MERGED_SPLITS[0], min(MERGED_SPLITS[1], room // heads)), heads
 
 
 def stretch(num_rows: int, block_d: int) -> int:

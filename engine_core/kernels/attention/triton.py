@@ -630,6 +630,7 @@ def paged_attention(call: Call) -> None:
             MERGED_HEADS=cut.merged_heads,
             num_warps=cut.num_warps,
             num_stages=cut.num_stages,
+            maxnreg=cut.registers or None,
             **pdl,
         )
     if num_rows > num_decode_rows and call.max_query_len:
