@@ -114,18 +114,28 @@ def _attend_tiles(
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "window", "wanted", "uneven", "min_split", "merged", "max_items"]
-)
+    do_not_specialize=[
+        "num_rows", "window", "pieces", "max_items", "head_tiles", "multiprocessors", "resident",
+        "merged", "turns",
+    ]
+)  # fmt: skip
 def _plan_kernel(
     items_ptr,
     kv_lens_ptr,
     num_rows,
     window,
-    wanted,
-    uneven,
-    min_split,
-    merged,
+    pieces,
     max_items,
+    head_tiles,
+    multiprocessors,
+    resident,
+    merged,
+    turns,
+    tile_us,
+    read_us,
+    begin_us,
+    split_us,
+    turn_us,
     MAX_SPLITS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -137,10 +147,15 @@ def _plan_kernel(
 
     Its row, the first token and that behind the last, the row's first item, and how many it has. A
     row of -1 is none. Splits are about equally long in all rows, so that long rows do not keep the
-    launch waiting: ``wanted`` of them would hold all rows' tokens, ``uneven`` if the longest row is
-    a quarter longer than the mean. Each has ``min_split`` tokens at
-    least, or merging takes longer than the splits save; and of more than ``merged`` splits, which
-    are merged at once, a row has two tiles each instead, where that is enough.
+    launch waiting. How long they are is what takes the least time, of 25 tries, the longest row in
+    one piece to MAX_SPLITS, by what a launch waits for:
+
+    - a program's tiles, each ``tile_us``, one program after another where a multiprocessor holds
+      ``resident`` and has more, or all bytes, ``read_us`` a tile, whichever is longer;
+    - the beginning and end of a program, ``begin_us``, of which ``resident`` are at the same time;
+    - merging, ``split_us`` and ``turns`` of ``turn_us`` for each ``merged`` splits.
+
+    With ``pieces`` it is that many quarters of a piece of the longest row.
     """
     launch_dependents(PDL)
     wait(PDL)
@@ -150,18 +165,37 @@ def _plan_kernel(
     # Where a window crops rows it is the last tokens that their queries see, and what precedes them
     # in their first tile.
     cropped = tl.maximum(kv_lens - window, 0) // BLOCK_N * BLOCK_N if CROP else 0
-    visible = kv_lens - cropped
-    total = tl.sum(visible.to(tl.int64))
-    longest = tl.max(visible).to(tl.int64) * tl.sum((visible > 0).to(tl.int32))
-    wanted = tl.where(4 * longest > 5 * total, uneven, wanted)
-    length = tl.maximum(tl.cdiv(total, wanted), min_split).to(tl.int32)
-    used = tl.maximum(tl.minimum(tl.cdiv(visible, length), MAX_SPLITS), 1)
-    # Two tiles are asked for together; another turn of merging is a wait for memory for each few
-    # heads.
-    used = tl.where((used > merged) & (visible <= merged * 2 * BLOCK_N), merged, used)
-    per_split = tl.maximum(tl.cdiv(tl.cdiv(visible, used), BLOCK_N), 1) * BLOCK_N
+    tiles = tl.cdiv(kv_lens - cropped, BLOCK_N)
+    longest = tl.max(tiles)
+    order = tl.arange(0, 32)
+    # 1, 1.25, 1.5, 1.75, 2, 2.5 and so on.
+    quarters = (4 + order % 4) << (order // 4)
+    each = tl.maximum(tl.cdiv(4 * longest, quarters), 1)
+    length = each.to(tl.float32)
+    used = ((tiles[:, None].to(tl.float32) + length[None, :] - 0.5) / length[None, :]).to(tl.int32)
+    used = tl.where(mask[:, None], tl.minimum(tl.maximum(used, 1), MAX_SPLITS), 0)
+    count = tl.sum(used, axis=0)
+    programs = count.to(tl.float32) * head_tiles / multiprocessors
+    turn = programs / resident
+    working = tile_us * length * tl.maximum(turn, 1.0)
+    reading = read_us * tl.sum(tiles.to(tl.float32))
+    # Between the longer of both and their sum.
+    working *= working
+    reading *= reading
+    cost = tl.sqrt(tl.sqrt(working * working + reading * reading)) + begin_us * turn
+    splits = tl.cdiv(longest, each)
+    merging = split_us + turn_us * (tl.cdiv(splits, merged) * turns).to(tl.float32)
+    cost += tl.where(splits > 1, merging, 0.0)
+    fits = ((count <= max_items) & (quarters <= 4 * MAX_SPLITS)) | (order == 0)
+    chosen = tl.argmin(tl.where(fits, cost, float("inf")), axis=0)
+    per_split = tl.sum(tl.where(order == chosen, each, 0))
+    if pieces > 0:
+        per_split = tl.maximum(tl.cdiv(4 * longest, pieces), 1)
+    used = tl.maximum(tl.minimum(tl.cdiv(tiles, per_split), MAX_SPLITS), 1)
+    per_split = tl.maximum(tl.cdiv(tiles, used), 1)
     # A row without tokens has an item too, which writes its zeros.
-    used = tl.where(mask, tl.maximum(tl.cdiv(visible, per_split), 1), 0)
+    used = tl.where(mask, tl.maximum(tl.cdiv(tiles, per_split), 1), 0)
+    per_split *= BLOCK_N
     first = tl.cumsum(used) - used
     for split in range(tl.max(used)):
         pointers = items_ptr + (first + split) * ITEM
@@ -486,45 +520,50 @@ def plan_splits(
     num_rows: int,
     max_kv_len: int,
     window: int | None,
-    wanted: int,
-    min_split: int,
-    block_n: int,
+    cut: decode.Launch,
+    head_tiles: int,
+    group_size: int,
+    token_bytes: int,
     memo: dict[Any, Any],
-    merged: int = decode.MAX_SPLITS,
-    uneven: int = 0,
 ) -> tuple[Tensor, bool]:
     """The splits of the first rows, made once for all layers of a step that cut them alike.
 
-    ``wanted`` splits, of ``min_split`` tokens at least, would hold all rows' tokens, ``uneven`` of
-    rows that differ if that is not 0; ``window`` is
-    what a query sees, if that is known beforehand. A row has no more than ``merged`` splits if two
-    tiles for each are enough. Returns the items that ``_plan_kernel`` writes, and whether it was
-    launched now.
+    ``window`` is what a query sees, if that is known beforehand; ``head_tiles`` programs attend to
+    a split of ``group_size`` heads for each KV head, whose keys and values have ``token_bytes``
+    bytes a token. Returns the items that ``_plan_kernel`` writes, and whether it was launched now.
     """
-    uneven = uneven or wanted
-    key = (num_rows, window, wanted, uneven, min_split, block_n, merged)
+    key = (num_rows, window, cut, head_tiles, group_size, token_bytes)
     if key in memo:
         return memo[key], False
-    longest = triton.cdiv(max_kv_len, max(block_n, min_split))
-    # No more than what is wanted and the beginning of a split in each row.
-    most = min(num_rows + max(wanted, uneven), num_rows * max(1, min(longest, decode.MAX_SPLITS)))
+    costs = decode.H200
+    longest = triton.cdiv(max_kv_len, cut.block_n)
+    items_most = max(num_rows, cut.items)
+    most = min(items_most, num_rows * max(1, min(longest, decode.MAX_SPLITS)))
     items = torch.empty((most, ITEM), dtype=torch.int32, device=kv_lens.device)
+    block_rows = max(64, triton.next_power_of_2(num_rows))
     _plan_kernel[(1,)](
         items,
         kv_lens,
         num_rows,
         window or 0,
-        wanted,
-        uneven,
-        min_split,
-        merged,
+        cut.pieces,
         most,
+        head_tiles,
+        num_multiprocessors(kv_lens.device),
+        cut.resident,
+        cut.merged_splits,
+        triton.cdiv(min(group_size, cut.block_g), cut.merged_heads),
+        cut.tile_us,
+        cut.block_n * token_bytes / costs.bandwidth,
+        costs.begin,
+        costs.split,
+        costs.turn,
         MAX_SPLITS=decode.MAX_SPLITS,
-        BLOCK_ROWS=max(64, triton.next_power_of_2(num_rows)),
-        BLOCK_N=block_n,
+        BLOCK_ROWS=block_rows,
+        BLOCK_N=cut.block_n,
         ITEM=ITEM,
         CROP=window is not None,
-        num_warps=4,
+        num_warps=4 if block_rows <= 256 else 8,
         **pdl_options(kv_lens.device),
     )
     memo[key] = items
@@ -595,7 +634,7 @@ def paged_attention(call: Call) -> None:
         cut = decode.launch(
             num_decode_rows, group_size, num_kv_heads, dims, block_dv,
             1 if code and not float32 else q.element_size(), num_multiprocessors(q.device),
-            bool(shape.rest_d or shape.rest_dv),
+            (shape.rest_d, shape.rest_dv),
         )  # fmt: skip
         head_tiles = num_kv_heads * triton.cdiv(group_size, cut.block_g)
         items, planned_now = plan_splits(
@@ -603,13 +642,11 @@ def paged_attention(call: Call) -> None:
             num_decode_rows,
             call.max_kv_len,
             window if prefix_lens is None else None,
-            cut.wanted,
-            cut.min_split,
-            cut.block_n,
+            cut,
+            head_tiles,
+            group_size,
+            num_kv_heads * (head_dim + v_head_dim) * call.k_cache.element_size(),
             call.memo,
-            # Where splits are rare they are for rows that would be waited for.
-            cut.merged_splits if cut.wanted > num_decode_rows else decode.MAX_SPLITS,
-            cut.uneven,
         )
         size = (len(items), num_heads)
         _decode_kernel[(head_tiles, len(items))](

@@ -305,10 +305,13 @@ def attend(call: LatentCall, q: Tensor) -> Tensor:
             num_multiprocessors(q.device),
         )  # fmt: skip
         block_g = max(16, min(cut.block_g, most))
+        cut = cut._replace(
+            block_g=block_g, block_n=block_n, merged_heads=min(cut.merged_heads, block_g)
+        )
         head_tiles = triton.cdiv(num_heads, block_g)
         items, _ = plan_splits(
-            call.kv_lens, num_decode_rows, call.max_kv_len, None, cut.wanted, cut.min_split,
-            block_n, call.memo,
+            call.kv_lens, num_decode_rows, call.max_kv_len, None, cut, head_tiles, num_heads,
+            q.shape[2] * q.element_size(), call.memo,
         )  # fmt: skip
         size = (len(items), num_heads)
         _decode_kernel[(head_tiles, len(items))](
@@ -324,7 +327,7 @@ def attend(call: LatentCall, q: Tensor) -> Tensor:
             BLOCK_N=block_n,
             ITEM=ITEM,
             MERGED_SPLITS=cut.merged_splits,
-            MERGED_HEADS=min(cut.merged_heads, block_g),
+            MERGED_HEADS=cut.merged_heads,
             num_warps=8 if block_g == 64 else 4,
             num_stages=2,
             **pdl,
