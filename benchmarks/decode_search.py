@@ -40,7 +40,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.decode_space import PIECES, Heads, Plan, chosen_pieces, cut, plan, tiles
+from benchmarks.decode_space import PIECES, Heads, Plan, chosen_pieces, cut_by, plan, tiles
 from engine_core.kernels.attention import decode
 from engine_core.kernels.attention.call import Call
 from engine_core.kernels.codes import CODE_TOPS, SCALE_BYTES, cache_parts
@@ -197,7 +197,7 @@ def space(point: Point) -> Iterator[decode.Launch]:
     heads = point.model.shape
     for tile in tiles(heads):
         rows, made = tiles_of(point, tile.block_n), set()
-        launch = cut(heads, point.rows, tile, MULTIPROCESSORS)
+        launch = cut_by(heads, point.rows, tile, MULTIPROCESSORS)
         for pieces in PIECES:
             planned = plan(rows, pieces)
             programs = planned.count * heads.programs

@@ -79,7 +79,7 @@ _FLOAT32_TILES: _TilesByWidth = {
 }  # fmt: skip
 
 
-def cut(heads: Heads, rows: int, tile: Tile, multiprocessors: int) -> decode.Launch:
+def cut_by(heads: Heads, rows: int, tile: Tile, multiprocessors: int) -> decode.Launch:
     """The engine's launch with another tile."""
     columns = tuple(map(decode.columns_of, heads.widths, heads.rests))
     return decode.cut(
