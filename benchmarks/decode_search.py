@@ -188,7 +188,7 @@ def tiles_of(point: Point, block_n: int) -> list[int]:
 def plan_of(point: Point, launch: decode.Launch) -> Plan:
     """What the plan of a step makes of the point."""
     rows = tiles_of(point, launch.block_n)
-    pieces = launch.pieces or chosen_pieces(rows, launch, point.model.shape, MULTIPROCESSORS)
+    pieces = launch.pieces or chosen_pieces(rows, launch)
     return plan(rows, pieces)
 
 
@@ -213,7 +213,7 @@ def space(point: Point) -> Iterator[decode.Launch]:
 
 def compiled_for(launch: decode.Launch) -> decode.Launch:
     """The launch with what its kernel is not compiled for left out."""
-    return launch._replace(pieces=0, items=1, tile_us=1.0, resident=1)
+    return launch._replace(pieces=0, items=1, held=1, turns=1, tile_us=1.0, read_us=1.0)
 
 
 def ways(point: Point) -> list[decode.Launch]:

@@ -128,23 +128,20 @@ def plan(tiles: Sequence[int], pieces: int) -> Plan:
 PIECES = tuple((4 + i % 4) << (i // 4) for i in range(25))
 
 
-def chosen_pieces(
-    tiles: Sequence[int], launch: decode.Launch, heads: Heads, multiprocessors: int
-) -> int:
+def chosen_pieces(tiles: Sequence[int], launch: decode.Launch) -> int:
     """The pieces that the plan of a step takes, as ``_plan_kernel`` has it."""
-    costs, group = decode.H200, min(heads.group_size, launch.block_g)
-    bytes_of_tile = launch.block_n * heads.kv_heads * sum(heads.dims) * heads.bytes
-    reading = sum(tiles) * bytes_of_tile / costs.bandwidth
+    costs = decode.H200
+    reading = sum(tiles) * launch.read_us
     best = math.inf, 4
     for pieces in PIECES:
         length = max(1, -(-4 * max(tiles) // pieces))
         count = sum(max(1, min(-(-n // length), decode.MAX_SPLITS)) for n in tiles)
         if count > launch.items and pieces > 4:
             continue
-        turn = count * heads.programs / multiprocessors / launch.resident
+        turn = count / launch.held
         working = launch.tile_us * length * max(1.0, turn)
         splits = -(-max(tiles) // length)
-        turns = -(-splits // launch.merged_splits) * -(-group // launch.merged_heads)
+        turns = -(-splits // launch.merged_splits) * launch.turns
         merging = costs.split + costs.turn * turns if splits > 1 else 0.0
         cost = (working**4 + reading**4) ** 0.25 + costs.begin * turn + merging
         best = min(best, (cost, pieces), key=lambda each: each[0])

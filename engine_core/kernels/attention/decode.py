@@ -58,9 +58,11 @@ class Launch(NamedTuple):
         merged_splits: splits of a row that are merged at a time.
         merged_heads: heads that are merged at a time.
         registers: of a thread at most; 0 leaves that to the compiler.
-        resident: programs that a multiprocessor holds.
         items: splits of all rows at most.
-        tile_us: microseconds of a tile where memory is not what is waited for.
+        held: splits that the device attends to at a time.
+        turns: turns of merging ``merged_splits`` of all heads of a program.
+        tile_us: microseconds of a tile where a program's own work or wait is the longest.
+        read_us: microseconds of reading a tile of all heads.
         pieces: quarters of the splits of the longest row; 0 leaves them to the plan.
     """
 
@@ -71,9 +73,11 @@ class Launch(NamedTuple):
     merged_splits: int
     merged_heads: int
     registers: int
-    resident: int
     items: int
+    held: float
+    turns: int
     tile_us: float
+    read_us: float
     pieces: int = 0
 
 
@@ -185,15 +189,19 @@ def cut(
     memory = shared_memory(block_g, block_d, columns, number_bytes, tile)
     bound = registers(memory, tile.num_warps, turned)
     resident = max(1, min(_SHARED // (memory + _RESERVED), _WARPS // tile.num_warps))
-    head_tiles = kv_heads * -(-group_size // block_g)
+    held = resident * multiprocessors / (kv_heads * -(-group_size // block_g))
     # All programs have room at once, or only rows much longer than the mean are split.
-    items = max(resident * multiprocessors // head_tiles, num_rows + num_rows // 2)
-    kilobytes = tile.block_n * sum(columns) * number_bytes / 1024 / tile.num_warps
-    work = H200.tile + H200.kilobyte * kilobytes + H200.exchange * (tile.num_warps > 1)
+    items = max(int(held), num_rows + num_rows // 2)
+    kilobytes = tile.block_n * sum(columns) * number_bytes / 1024
+    work = H200.tile + H200.kilobyte * kilobytes / tile.num_warps
+    work += H200.exchange * (tile.num_warps > 1)
     work += H200.rows * (not turned) + H200.code * (number_bytes == 1)
+    splits, heads = merging(bound, tile.num_warps, block_dv, group_size, block_g)
     return Launch(
-        block_g, *tile, *merging(bound, tile.num_warps, block_dv, group_size, block_g), bound,
-        resident, items, max(work, H200.latency / (tile.num_stages - 1)),
+        block_g, *tile, splits, heads, bound, items, held,
+        -(-min(group_size, block_g) // heads),
+        max(work, H200.latency / (tile.num_stages - 1)),
+        1024 * kilobytes * kv_heads / H200.bandwidth,
     )  # fmt: skip
 
 

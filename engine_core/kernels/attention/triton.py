@@ -113,12 +113,7 @@ def _attend_tiles(
     return acc, denominator, maximum
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_rows", "window", "pieces", "max_items", "head_tiles", "multiprocessors", "resident",
-        "merged", "turns",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["num_rows", "window", "pieces", "max_items", "merged", "turns"])
 def _plan_kernel(
     items_ptr,
     kv_lens_ptr,
@@ -126,11 +121,9 @@ def _plan_kernel(
     window,
     pieces,
     max_items,
-    head_tiles,
-    multiprocessors,
-    resident,
     merged,
     turns,
+    held,
     tile_us,
     read_us,
     begin_us,
@@ -150,9 +143,9 @@ def _plan_kernel(
     launch waiting. How long they are is what takes the least time, of 25 tries, the longest row in
     one piece to MAX_SPLITS, by what a launch waits for:
 
-    - a program's tiles, each ``tile_us``, one program after another where a multiprocessor holds
-      ``resident`` and has more, or all bytes, ``read_us`` a tile, whichever is longer;
-    - the beginning and end of a program, ``begin_us``, of which ``resident`` are at the same time;
+    - a split's tiles, each ``tile_us``, and those of others before it where there are more splits
+      than the ``held`` that are attended to at a time; or all bytes, ``read_us`` a tile;
+    - the beginning and end of a program, ``begin_us``, of ``held`` splits at the same time;
     - merging, ``split_us`` and ``turns`` of ``turn_us`` for each ``merged`` splits.
 
     With ``pieces`` it is that many quarters of a piece of the longest row.
@@ -175,8 +168,7 @@ def _plan_kernel(
     used = ((tiles[:, None].to(tl.float32) + length[None, :] - 0.5) / length[None, :]).to(tl.int32)
     used = tl.where(mask[:, None], tl.minimum(tl.maximum(used, 1), MAX_SPLITS), 0)
     count = tl.sum(used, axis=0)
-    programs = count.to(tl.float32) * head_tiles / multiprocessors
-    turn = programs / resident
+    turn = count.to(tl.float32) / held
     working = tile_us * length * tl.maximum(turn, 1.0)
     reading = read_us * tl.sum(tiles.to(tl.float32))
     # Between the longer of both and their sum.
@@ -521,24 +513,19 @@ def plan_splits(
     max_kv_len: int,
     window: int | None,
     cut: decode.Launch,
-    head_tiles: int,
-    group_size: int,
-    token_bytes: int,
     memo: dict[Any, Any],
 ) -> tuple[Tensor, bool]:
     """The splits of the first rows, made once for all layers of a step that cut them alike.
 
-    ``window`` is what a query sees, if that is known beforehand; ``head_tiles`` programs attend to
-    a split of ``group_size`` heads for each KV head, whose keys and values have ``token_bytes``
-    bytes a token. Returns the items that ``_plan_kernel`` writes, and whether it was launched now.
+    ``window`` is what a query sees, if that is known beforehand. Returns the items that
+    ``_plan_kernel`` writes, and whether it was launched now.
     """
-    key = (num_rows, window, cut, head_tiles, group_size, token_bytes)
+    key = (num_rows, window, cut)
     if key in memo:
         return memo[key], False
     costs = decode.H200
     longest = triton.cdiv(max_kv_len, cut.block_n)
-    items_most = max(num_rows, cut.items)
-    most = min(items_most, num_rows * max(1, min(longest, decode.MAX_SPLITS)))
+    most = min(max(num_rows, cut.items), num_rows * max(1, min(longest, decode.MAX_SPLITS)))
     items = torch.empty((most, ITEM), dtype=torch.int32, device=kv_lens.device)
     block_rows = max(64, triton.next_power_of_2(num_rows))
     _plan_kernel[(1,)](
@@ -548,13 +535,11 @@ def plan_splits(
         window or 0,
         cut.pieces,
         most,
-        head_tiles,
-        num_multiprocessors(kv_lens.device),
-        cut.resident,
         cut.merged_splits,
-        triton.cdiv(min(group_size, cut.block_g), cut.merged_heads),
+        cut.turns,
+        cut.held,
         cut.tile_us,
-        cut.block_n * token_bytes / costs.bandwidth,
+        cut.read_us,
         costs.begin,
         costs.split,
         costs.turn,
@@ -643,9 +628,6 @@ def paged_attention(call: Call) -> None:
             call.max_kv_len,
             window if prefix_lens is None else None,
             cut,
-            head_tiles,
-            group_size,
-            num_kv_heads * (head_dim + v_head_dim) * call.k_cache.element_size(),
             call.memo,
         )
         size = (len(items), num_heads)
