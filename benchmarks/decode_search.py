@@ -186,7 +186,7 @@ def tiles_of(point: Point, block_n: int) -> list[int]:
 
 
 def plan_of(point: Point, launch: decode.Launch) -> Plan:
-    """What the plan of a step makes of the point."""
+    """The plan that a step makes of the point."""
     rows = tiles_of(point, launch.block_n)
     pieces = launch.pieces or chosen_pieces(rows, launch)
     return plan(rows, pieces)

@@ -109,7 +109,7 @@ def tiles(heads: Heads) -> tuple[Tile, ...]:
 
 
 class Plan(NamedTuple):
-    """What a plan makes of rows: all splits, tiles of the longest, and splits of a row at most."""
+    """Splits of all rows, tiles of the longest of them, and splits of a row at most."""
 
     count: int
     tiles: int
