@@ -32,16 +32,16 @@ class Costs(NamedTuple):
         bandwidth: bytes the device reads in one.
     """
 
-    begin: float = 2.58
-    split: float = 1.72
-    turn: float = 0.57
-    latency: float = 1.05
-    tile: float = 0.11
-    kilobyte: float = 0.028
-    exchange: float = 0.27
-    rows: float = 0.26
-    code: float = 0.33
-    bandwidth: float = 4.2e6
+    begin: float = 1.6
+    split: float = 1.2
+    turn: float = 0.6
+    latency: float = 1.15
+    tile: float = 0.145
+    kilobyte: float = 0.034
+    exchange: float = 0.13
+    rows: float = 0.07
+    code: float = 0.43
+    bandwidth: float = 4.28e6
 
 
 H200 = Costs()
@@ -89,11 +89,12 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def tile_of(dims: int, number_bytes: int, num_programs: int, multiprocessors: int) -> Tile:
-    """The tile for heads of ``dims`` dimensions where unsplit rows make ``num_programs``.
+def tile_of(dims: int, number_bytes: int, turned: bool, programs: float) -> Tile:
+    """The tile for heads of ``dims`` dimensions, whose unsplit rows make ``programs``.
 
-    A warp with tiles of 32 tokens, which exchanges nothing with others, is best or near it nearly
-    everywhere, if rows are split as a plan has it. Wide heads take two, for their registers.
+    That many of a multiprocessor. A warp with tiles of 32 tokens, which exchanges nothing with
+    others, is best or near it nearly everywhere if rows are split as a plan has it. Wide heads take
+    more, for their registers. ``turned``: heads are columns.
     """
     if number_bytes == 4:
         return Tile(16 if dims > 128 else 32, 8, 3 if dims <= 256 else 2)
@@ -101,10 +102,10 @@ def tile_of(dims: int, number_bytes: int, num_programs: int, multiprocessors: in
         return Tile(32, 8 if number_bytes == 1 else 4, 2)
     if dims > 128:
         return Tile(32, 4 if number_bytes == 1 else 2, 3)
-    if dims <= 64 and number_bytes == 2:
-        # Half as many bytes: more in flight, or more programs.
-        return Tile(32, 1, 2 if num_programs >= 3 * multiprocessors else 4)
-    return Tile(32, 1, 3)
+    # A fourth stage leaves room for 8 programs with heads of 64 and for 4 with others, which is no
+    # more than is at work with 3 before.
+    fourth = programs <= 8 if dims <= 64 else 3 < programs <= 4
+    return Tile(32, 1, 4 if number_bytes == 2 and turned and fourth else 3)
 
 
 def power_of_2(count: int) -> int:
@@ -190,8 +191,7 @@ def cut(
     bound = registers(memory, tile.num_warps, turned)
     resident = max(1, min(_SHARED // (memory + _RESERVED), _WARPS // tile.num_warps))
     held = resident * multiprocessors / (kv_heads * -(-group_size // block_g))
-    # All programs have room at once, or only rows much longer than the mean are split.
-    items = max(int(held), num_rows + num_rows // 2)
+    items = max(int(held / 2), num_rows)
     kilobytes = tile.block_n * sum(columns) * number_bytes / 1024
     work = H200.tile + H200.kilobyte * kilobytes / tile.num_warps
     work += H200.exchange * (tile.num_warps > 1)
@@ -226,7 +226,8 @@ def launch(
     block_g = heads_together(group_size, block_d, number_bytes, any(rests))
     head_tiles = kv_heads * -(-group_size // block_g)
     columns = columns_of(block_d, rests[0]), columns_of(block_dv, rests[1])
-    tile = tile_of(block_d, number_bytes, num_rows * head_tiles, multiprocessors)
+    programs = num_rows * head_tiles / multiprocessors
+    tile = tile_of(block_d, number_bytes, block_g < 16, programs)
     return cut(
         tile, num_rows, group_size, kv_heads, block_d, block_dv, columns, number_bytes,
         multiprocessors, block_g,
