@@ -114,7 +114,8 @@ def settings(text: str) -> Iterator[None]:
                 launch: Callable[..., Any] = attention.launch
 
                 def cut(*given: Any, launch: Callable[..., Any] = launch, n: str = values) -> Any:
-                    return launch(*given)._replace(pieces=int(n))
+                    items = given[0] * attention.MAX_SPLITS
+                    return launch(*given)._replace(pieces=int(n), items=items)
 
                 stack.enter_context(patch.object(attention, "launch", cut))
             elif key == "deferred":

@@ -9,8 +9,8 @@ MAX_SPLITS = 64
 # Splits merged at a time, at least and at most.
 MERGED_SPLITS = (4, 16)
 # Of Hopper's multiprocessors: 32-bit registers, bytes of shared memory, and those kept back for
-# each program; warps of all programs, with 128 registers a thread.
-_REGISTERS, _SHARED, _RESERVED, _WARPS = 65536, 228 * 1024, 1024, 16
+# each program; warps of all programs, with 168 registers a thread.
+_REGISTERS, _SHARED, _RESERVED, _WARPS = 65536, 228 * 1024, 1024, 12
 # Heads that are columns of products at most, and the widest of them: 8 of 256 took 83 us where as
 # rows they take 74.
 _TURNED_HEADS, _TURNED_DIMS = 8, 128
@@ -30,6 +30,7 @@ class Costs(NamedTuple):
         rows: of a tile, if heads are rows of products.
         code: of a tile of codes.
         bandwidth: bytes the device reads in one.
+        crowded: times as long if more than half of the room is taken and programs find no split.
     """
 
     begin: float = 1.6
@@ -42,6 +43,7 @@ class Costs(NamedTuple):
     rows: float = 0.07
     code: float = 0.43
     bandwidth: float = 4.28e6
+    crowded: float = 1.05
 
 
 H200 = Costs()
@@ -58,7 +60,7 @@ class Launch(NamedTuple):
         merged_splits: splits of a row that are merged at a time.
         merged_heads: heads that are merged at a time.
         registers: of a thread at most; 0 leaves that to the compiler.
-        items: splits of all rows at most.
+        items: splits of all rows at most, also those that ``pieces`` make.
         held: splits that the device attends to at a time.
         turns: turns of merging ``merged_splits`` of all heads of a program.
         tile_us: microseconds of a tile where a program's own work or wait is the longest.
@@ -102,10 +104,17 @@ def tile_of(dims: int, number_bytes: int, turned: bool, programs: float) -> Tile
         return Tile(32, 8 if number_bytes == 1 else 4, 2)
     if dims > 128:
         return Tile(32, 4 if number_bytes == 1 else 2, 3)
-    # A fourth stage leaves room for 8 programs with heads of 64 and for 4 with others, which is no
-    # more than is at work with 3 before.
-    fourth = programs <= 8 if dims <= 64 else 3 < programs <= 4
-    return Tile(32, 1, 4 if number_bytes == 2 and turned and fourth else 3)
+    if number_bytes == 1 or not turned:
+        return Tile(32, 1, 3)
+    if dims > 64:
+        # A fourth stage leaves room for 4 programs, which are no more than with 3 before.
+        return Tile(32, 1, 4 if 3 < programs <= 4 else 3)
+    if 2.9 < programs < 6:
+        # In whole steps the launches before and after find more room: 256 rows of Qwen2 0.5B of
+        # 1030 tokens 1.87 ms and with four stages 1.92, of 200 to 1860 1.95 and 2.02.
+        return Tile(32, 1, 2)
+    # With four stages there is room for 8, of which few rows' splits take the half.
+    return Tile(32, 1, 4 if programs <= 1 or 6 <= programs <= 8 else 3)
 
 
 def power_of_2(count: int) -> int:
@@ -190,8 +199,16 @@ def cut(
     memory = shared_memory(block_g, block_d, columns, number_bytes, tile)
     bound = registers(memory, tile.num_warps, turned)
     resident = max(1, min(_SHARED // (memory + _RESERVED), _WARPS // tile.num_warps))
-    held = resident * multiprocessors / (kv_heads * -(-group_size // block_g))
-    items = max(int(held / 2), num_rows)
+    head_tiles = kv_heads * -(-group_size // block_g)
+    held = resident * multiprocessors / head_tiles
+    # Programs that find no split take time, so that there are few. Where unsplit rows are a program
+    # for each multiprocessor only rows of other lengths are worth more splits than half of those
+    # that are attended to at a time.
+    items = num_rows
+    if num_rows * head_tiles <= multiprocessors:
+        items = max(num_rows, int(held / 2))
+    elif num_rows <= held:
+        items = max(int(held), num_rows * 3 // 2)
     kilobytes = tile.block_n * sum(columns) * number_bytes / 1024
     work = H200.tile + H200.kilobyte * kilobytes / tile.num_warps
     work += H200.exchange * (tile.num_warps > 1)

@@ -129,6 +129,7 @@ def _plan_kernel(
     begin_us,
     split_us,
     turn_us,
+    crowded,
     MAX_SPLITS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -147,6 +148,9 @@ def _plan_kernel(
       than the ``held`` that are attended to at a time; or all bytes, ``read_us`` a tile;
     - the beginning and end of a program, ``begin_us``, of ``held`` splits at the same time;
     - merging, ``split_us`` and ``turns`` of ``turn_us`` for each ``merged`` splits.
+
+    It is ``crowded`` times as long where programs without a split run beside more than half of
+    ``held``: those that have one are then not spread evenly.
 
     With ``pieces`` it is that many quarters of a piece of the longest row.
     """
@@ -178,6 +182,7 @@ def _plan_kernel(
     splits = tl.cdiv(longest, each)
     merging = split_us + turn_us * (tl.cdiv(splits, merged) * turns).to(tl.float32)
     cost += tl.where(splits > 1, merging, 0.0)
+    cost *= tl.where((turn > 0.5) & (turn < 1.0) & (count < max_items), crowded, 1.0)
     fits = ((count <= max_items) & (quarters <= 4 * MAX_SPLITS)) | (order == 0)
     chosen = tl.argmin(tl.where(fits, cost, float("inf")), axis=0)
     per_split = tl.sum(tl.where(order == chosen, each, 0))
@@ -543,6 +548,7 @@ def plan_splits(
         costs.begin,
         costs.split,
         costs.turn,
+        costs.crowded,
         MAX_SPLITS=decode.MAX_SPLITS,
         BLOCK_ROWS=block_rows,
         BLOCK_N=cut.block_n,
