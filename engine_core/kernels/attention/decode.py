@@ -91,21 +91,22 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def tile_of(dims: int, number_bytes: int, turned: bool, programs: float) -> Tile:
+def tile_of(dims: int, number_bytes: int, block_g: int, programs: float) -> Tile:
     """The tile for heads of ``dims`` dimensions, whose unsplit rows make ``programs``.
 
     That many of a multiprocessor. A warp with tiles of 32 tokens, which exchanges nothing with
-    others, is best or near it nearly everywhere if rows are split as a plan has it. Wide heads take
-    more, for their registers. ``turned``: heads are columns.
+    others, is best or near it nearly everywhere if rows are split as a plan has it. Wide heads, and
+    more than 16 of them in a program, ``block_g``, take more, for their registers.
     """
+    sixteens = max(1, block_g // 16)
     if number_bytes == 4:
         return Tile(16 if dims > 128 else 32, 8, 3 if dims <= 256 else 2)
     if dims > 256:
-        return Tile(32, 8 if number_bytes == 1 else 4, 2)
+        return Tile(32, 8 if number_bytes == 1 else min(8, 4 * sixteens), 2)
     if dims > 128:
-        return Tile(32, 4 if number_bytes == 1 else 2, 3)
-    if number_bytes == 1 or not turned:
-        return Tile(32, 1, 3)
+        return Tile(32, min(8, sixteens * (4 if number_bytes == 1 else 2)), 3)
+    if number_bytes == 1 or block_g >= 16:
+        return Tile(32, sixteens, 3)
     if dims > 64:
         # A fourth stage leaves room for 4 programs, which are no more than with 3 before.
         return Tile(32, 1, 4 if 3 < programs <= 4 else 3)
@@ -197,7 +198,8 @@ def cut(
     """The launch with a ``tile``; ``columns`` are those of a token's keys and of its values."""
     turned = block_g < 16
     memory = shared_memory(block_g, block_d, columns, number_bytes, tile)
-    bound = registers(memory, tile.num_warps, turned)
+    # More heads than 16 need more registers than that leaves, if not in the loop.
+    bound = registers(memory, tile.num_warps, turned) if block_g <= 16 else 0
     resident = max(1, min(_SHARED // (memory + _RESERVED), _WARPS // tile.num_warps))
     head_tiles = kv_heads * -(-group_size // block_g)
     held = resident * multiprocessors / head_tiles
@@ -244,7 +246,7 @@ def launch(
     head_tiles = kv_heads * -(-group_size // block_g)
     columns = columns_of(block_d, rests[0]), columns_of(block_dv, rests[1])
     programs = num_rows * head_tiles / multiprocessors
-    tile = tile_of(block_d, number_bytes, block_g < 16, programs)
+    tile = tile_of(block_d, number_bytes, block_g, programs)
     return cut(
         tile, num_rows, group_size, kv_heads, block_d, block_dv, columns, number_bytes,
         multiprocessors, block_g,
