@@ -23,6 +23,10 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
   rest; ``products=0,0,0`` is cuBLAS.
 - ``products.4096x14336=64,2,8,4``: the tile of the product of rows in 8-bit floats by such a
   weight, the fields of ``kernels.linear.tiles.ProductTile`` in their order.
+- ``gated.9728x896=80,2``: columns of a tile of Hopper's gate and up by such a weight, and the warp
+  groups that multiply it; ``gated.9728x896=0`` leaves it to others.
+- ``parts.896x4864=128,9``: columns and parts of K of Hopper's kernel for such a weight before a
+  norm; ``parts.896x4864=0`` leaves it to cuBLAS.
 - ``norms=8``: warps of a norm that quantises few long rows; ``quantizing=16``: those of programs
   that quantise attention's rows.
 - ``parts=0``: heads are filled up to a power of 2; ``filled=0``: shapes that no measured one is
@@ -90,6 +94,8 @@ def settings(text: str) -> Iterator[None]:
     tiles: dict[tuple[int, int], Any] = {}
     changes: dict[tuple[int, int], dict[str, Any]] = {}
     products: dict[tuple[int, int], Any] = {}
+    gated: dict[tuple[int, int], list[int]] = {}
+    parted: dict[tuple[int, int], list[int]] = {}
     times = 1
 
     def choosing(choose: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,6 +152,9 @@ def settings(text: str) -> Iterator[None]:
             elif key == "products" and field:
                 n, _, k = field.partition("x")
                 products[int(n), int(k)] = linear.ProductTile(*fields(values))
+            elif key in ("gated", "parts") and field:
+                n, _, k = field.partition("x")
+                (gated if key == "gated" else parted)[int(n), int(k)] = fields(values)
             elif key == "norms":
                 norm = importlib.import_module("engine_core.kernels.norm.triton")
                 limit, most = norm._FEW_ROWS, int(values)
@@ -234,6 +243,26 @@ def settings(text: str) -> Iterator[None]:
                 return choose(rows, n, k, *given, **options) if tile is None else tile
 
             stack.enter_context(patch.object(linear, "product_tile", product))
+        if gated:
+            gated_tile: Callable[..., Any] = linear.gated_tile
+
+            def tile_of(rows: int, n: int, k: int, *given: Any) -> Any:
+                tile = gated.get((n, k))
+                if tile is None:
+                    return gated_tile(rows, n, k, *given)
+                return linear.GatedTile(*tile) if any(tile) else None
+
+            stack.enter_context(patch.object(linear, "gated_tile", tile_of))
+        if parted:
+            choose_parted: Callable[..., Any] = linear.choose_parts_tile
+
+            def parts_of(rows: int, n: int, k: int, *given: Any) -> Any:
+                tile = parted.get((n, k))
+                if tile is None:
+                    return choose_parted(rows, n, k, *given)
+                return linear.PartsTile(*tile) if any(tile) else None
+
+            stack.enter_context(patch.object(linear, "choose_parts_tile", parts_of))
         for name in (
             "choose_tile",
             "choose_held_tile",

@@ -64,8 +64,9 @@ _APART, _PROMPTS_APART = 32, 1000
 # A step with prompts takes a graph that is at most so many times as large, rather than launch its
 # own kernels, however long that takes the device.
 _LITTLE_LARGER = 1.25
-# Tokens and rows of quick steps that launch what those of all shapes do.
-_QUICK_STEPS = ((1, 1), (500, 2), (1000, 20), (8000, 200))
+# Tokens and rows of quick steps that launch what those of all shapes do. Weights of few bits have
+# kernels by the number of tokens up to 256, and quick steps multiples of QUICK_GRAIN.
+_QUICK_STEPS = ((1, 1), (2 * QUICK_GRAIN, 2), (500, 2), (1000, 20), (8000, 200))
 
 
 @dataclass(frozen=True, slots=True)

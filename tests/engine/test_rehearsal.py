@@ -20,11 +20,11 @@ pytest.importorskip("triton", reason="triton is not installed")
 MODELS = ["llama-gqa", "gemma3-ropes", "mixtral-tiny"]
 
 
-def rehearsals(cache: Path, *models: str) -> list[dict[str, Any]]:
+def rehearsals(cache: Path, *arguments: str, script: str = "rehearsed.py") -> list[dict[str, Any]]:
     """The lines of a process in which kernels are not interpreted."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = forkserver.run(
-        [sys.executable, str(Path(__file__).with_name("rehearsed.py")), *models],
+        [sys.executable, str(Path(__file__).with_name(script)), *arguments],
         env=environment | {"TRITON_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,
@@ -120,3 +120,24 @@ def test_quantised_weights_are_rehearsed_by_what_their_tensors_say(tmp_path: Pat
     # Of many rows blocks become numbers; of few, numbers of so small a model are cuBLAS's.
     assert blocks["_numbers_kernel"] > 0
     assert not {"_linear_kernel", "_numbers_kernel"} & {*plain, *unpacked}
+
+
+def test_quick_steps_of_all_sizes_are_compiled_ahead(tmp_path: Path) -> None:
+    """Weights of few bits have other kernels for some numbers of tokens than for most."""
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 2048,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "vocab_size": 1024,
+        "max_position_embeddings": 8192,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    quantizations = ("int4", "int8", "fp8")
+    found = rehearsals(tmp_path / "cache", str(tmp_path), *quantizations, script="quick_shapes.py")
+    for quantization, told in zip(quantizations, found, strict=True):
+        assert told["known"] > 8, quantization
+        assert told["others"] == [], quantization

@@ -35,8 +35,10 @@ from engine_core.kernels.linear.groups.hopper import triton as codes
 from engine_core.kernels.linear.held.hopper import triton as held
 from engine_core.kernels.linear.hopper import triton as linear
 from engine_core.kernels.linear.integers.hopper import triton as integers
+from engine_core.kernels.linear.parts.hopper import triton as parts
 from engine_core.kernels.linear.teams.hopper import triton as teams
 from engine_core.kernels.linear.tiles import (
+    PartsTile,
     Tile,
     choose_blocks_tile,
     choose_codes_tile,
@@ -169,6 +171,13 @@ def product(rows: int, n: int, k: int, parted: bool, has_bias: bool) -> None:
     products.product(x, scales[0], weight, scales[1], bias, tile, BFLOAT16)
 
 
+def parts_linear(cols: int, dtype: torch.dtype) -> None:
+    """Parts of 0.5B's down."""
+    x, weight = torch.zeros(128, 4864, dtype=dtype), torch.zeros(896, 4864, dtype=dtype)
+    assert parts.fits(x, weight)
+    parts.partial_sums(x, weight, PartsTile(cols, 4))
+
+
 def linears_chain(
     hidden: int, intermediate: int, qkv: int, has_bias: bool, bits: int = 8, has_zeros: bool = False
 ) -> None:
@@ -220,6 +229,9 @@ LAUNCHES: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "gated-undivided": (gated_linear, (BFLOAT16, True, 64, 2, False)),
     "gated-undivided-wide": (gated_linear, (BFLOAT16, True, 128, 2, False)),
     "gated-three": (gated_linear, (BFLOAT16, False, 64, 3)),
+    "gated-odd": (gated_linear, (BFLOAT16, False, 80)),
+    "gated-odd-widest": (gated_linear, (BFLOAT16, True, 144)),
+    "gated-odd-three": (gated_linear, (BFLOAT16, True, 48, 3, False)),
     "quick-gelu": (quick_gelu_linear, (BFLOAT16, False)),
     "quick-gelu-bias": (quick_gelu_linear, (BFLOAT16, True)),
     "codes-gated-1": (codes_linear, (1, "gated", BFLOAT16)),
@@ -262,6 +274,8 @@ LAUNCHES: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "held-added-225": (held_linear, (225, "added", 896, 896, 0, BFLOAT16)),
     "held-stored-3": (held_linear, (3, "stored", 1152, 896, 64, BFLOAT16)),
     "held-stored-16": (held_linear, (16, "stored", 1920, 1280, 128, FLOAT16)),
+    "parts": (parts_linear, (64, BFLOAT16)),
+    "parts-wide": (parts_linear, (128, FLOAT16)),
     "chain": (linears_chain, (1024, 1536, 1024, False)),
     "chain-bias": (linears_chain, (4096, 14336, 6144, True)),
     "chain-codes": (linears_chain, (1024, 1536, 1024, False, 4)),
@@ -290,7 +304,7 @@ def main(names: list[str]) -> None:
     """Compile the launches of these names, or all."""
     compiled = compile_launches()
     modules: tuple[Any, ...] = (
-        *(linear, codes, teams, blocks, integers, held, products, chain, group_chain),
+        *(linear, codes, teams, blocks, integers, held, products, parts, chain, group_chain),
     )
     for module in modules:
         module.pdl_options = lambda device: {"PDL": True, "launch_pdl": True}

@@ -87,6 +87,19 @@ def test_costs_are_of_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cut.read_us == pytest.approx(32 * 32 * 160 * 2 / 4.2e6)
 
 
+def test_the_next_kernel_is_launched_at_once_where_programs_leave_room() -> None:
+    """Else it waits for their products: programs have a third on their multiprocessor, or few."""
+
+    def at_once(rows: int, kv_heads: int, dim: int = 128, number_bytes: int = 2) -> bool:
+        return decode.leaves_room(rows * kv_heads, dim, number_bytes, H200)
+
+    assert at_once(32, 8)
+    assert at_once(64, 4)
+    assert not any(at_once(rows, 8) for rows in (1, 8, 16, 24, 40, 64, 256))
+    assert not any(at_once(rows, 8, 64) for rows in (1, 8, 32, 64, 256))
+    assert not at_once(32, 8, number_bytes=1)
+
+
 def test_a_launch_is_of_powers_of_2() -> None:
     for rows, shape in product((1, 3, 77, 300), SHAPES):
         cut = launch(rows, *shape)

@@ -33,6 +33,7 @@ from engine_core.kernels.block_linear import FORMS, group_weight
 from engine_core.kernels.launch import gluon
 from engine_core.kernels.launch.gluon import Family, Trial, runs_gluon, support
 from engine_core.kernels.linear.tiles import (
+    PartsTile,
     ProductTile,
     Tile,
     choose_blocks_tile,
@@ -310,6 +311,25 @@ def test_gate_and_up_are_tried_on_a_case_that_torch_solves(
     assert not tried.trusts("gated_linear", leaves_the_last_row, *given)
 
 
+def test_parts_are_tried_on_a_case_that_torch_solves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = Tried("linear.parts", tmp_path, monkeypatch)
+
+    def right(x: Tensor, weight: Tensor, tile: PartsTile) -> Tensor:
+        # A part of K for each, of whole steps of 64 columns.
+        ends = [len(x[0]) // 64 * part // tile.parts * 64 for part in range(tile.parts)]
+        pairs = zip(ends, [*ends[1:], len(x[0])], strict=True)
+        return torch.stack([x[:, i:j].float() @ weight[:, i:j].float().T for i, j in pairs])
+
+    def forgets_the_last_part(x: Tensor, weight: Tensor, tile: PartsTile) -> Tensor:
+        return right(x, weight, tile)[:-1]
+
+    given = torch.empty((1, 64), dtype=torch.bfloat16), PartsTile(64, 4)
+    assert tried.trusts("partial_sums", right, *given)
+    assert not tried.trusts("partial_sums", forgets_the_last_part, *given)
+
+
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_a_quick_gelu_is_tried_on_a_case_that_torch_solves(
     has_bias: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -549,7 +569,7 @@ def test_hoppers_own_kernels_pass_their_trials(
     weight = of_codes(dtype, "cuda", zeros=True)
     tile = choose_codes_tile(1, 4096, 4096, False, HOPPER)
     blocks, integers = hopper("linear.blocks"), hopper("linear.integers")
-    teams = hopper("linear.teams")
+    teams, parts = hopper("linear.teams"), hopper("linear.parts")
 
     def teams_of(rows: int, ending: str) -> Tile | None:
         gated = ending == "gated"
@@ -568,7 +588,8 @@ def test_hoppers_own_kernels_pass_their_trials(
         *((attention, (like(6, width), 3, 64, True, 2)) for width in (72, 80, 96, 192, 256)),
         *((linear, (like(1, 64)[0], *kind)) for kind in product((False, True), repeat=2)),
         *((linear, (like(1, 64)[0], has_bias, True, 64)) for has_bias in (False, True)),
-        *((linear, (undivided, False, True, *tile)) for tile in ((64, 2), (64, 3), (128, 2))),
+        *((linear, (undivided, False, True, *tile)) for tile in ((80, 2), (48, 3), (128, 2))),
+        *((parts, (like(1, 64)[0], PartsTile(cols, 4))) for cols in (64, 128)),
         *((codes, (like(1, 4096)[0], weight, tile, ending)) for ending in ENDINGS),
         *(
             (teams, (like(rows, 4096)[0], weight, teams_of(rows, ending), ending))
@@ -612,14 +633,15 @@ def test_what_a_trial_allows_is_what_tests_allow() -> None:
 
 # Of each kernel the forms that differ most, each of which takes seconds.
 EACH_KIND = (
-    *("heads-48", "gated-bias", "gated-narrow", "segments-64", "codes-gated-1", "blocks-gated-1"),
+    *("heads-48", "gated-bias", "gated-odd", "segments-64", "codes-gated-1", "blocks-gated-1"),
     "teams-gated-32",
     *("floats-gated-1", "floats-gated-16"),
-    *("products-parts-96", "held-gated-8", "chain", "chain-codes"),
+    *("products-parts-96", "held-gated-8", "parts", "chain", "chain-codes"),
 )
 MORE_FORMS = (
     *("8B", "0.5B", "1B-long", "heads-80", "heads-256", "quick-gelu-bias", "codes-gated-32"),
     *("codes-stored-32", "products-17", "gated-undivided", "gated-undivided-wide", "gated-three"),
+    *("gated-narrow", "gated-odd-widest", "gated-odd-three"),
     *("teams-gated-2", "teams-gated-64", "teams-added-32", "teams-stored-17"),
     *(
         "blocks-gated-8",
@@ -633,7 +655,7 @@ MORE_FORMS = (
     *("floats-added-3", "floats-stored-1", "floats-stored-16", "floats-gated-32"),
     *("codes-added-64", "segments-80", "segments-64-long", "products-wide-32"),
     *("products-wide-192", "held-added-8", "held-added-225", "held-stored-16", "chain-bias"),
-    "chain-codes-zeros",
+    *("chain-codes-zeros", "parts-wide"),
 )
 
 

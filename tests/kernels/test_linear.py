@@ -20,6 +20,7 @@ from engine_core.kernels import (
     rms_norm,
 )
 from engine_core.kernels.gpu import GPU
+from engine_core.kernels.launch.quick import Quick, quickly
 from engine_core.kernels.linear import tiles
 
 HOPPER, ADA = (GPU.of_capability(capability) for capability in ((9, 0), (8, 9)))
@@ -367,6 +368,31 @@ def test_parts_of_a_linear_are_chosen_as_they_were_seen_to_be_faster(
 
 
 @pytest.mark.parametrize(
+    ("rows", "n", "k", "tile"),
+    [
+        *[(65, 896, 4864, (64, 6)), (128, 896, 4864, (64, 6)), (256, 896, 4864, (64, 3))],
+        (128, 768, 3072, (64, 6)),
+        # Where cuBLAS is as fast, asks for whole rows, or is not asked for parts.
+        *[(192, 896, 4864, None), (128, 2048, 8192, None), (128, 4096, 14336, None)],
+        *[(128, 896, 4872, None), (128, 896, 896, None), (64, 896, 4864, None)],
+    ],
+)
+def test_parts_of_short_results_are_by_a_kernel_of_hopper(
+    rows: int, n: int, k: int, tile: tuple[int, int] | None
+) -> None:
+    """Of which two thirds of the multiprocessors have a program at most."""
+    assert tiles.choose_parts_tile(rows, n, k, HOPPER) == tile
+    if tile is not None:
+        cols, parts = tile
+        assert parts * -(-rows // 128) * -(-n // cols) <= 2 / 3 * 132
+        assert tiles.choose_parts(rows, n, k, HOPPER) > 1
+    assert tiles.choose_parts_tile(rows, n, k, None) is None
+    assert tiles.choose_parts_tile(rows, n, k, ADA) is None
+    with quickly(Quick.PRODUCTS):
+        assert tiles.choose_parts_tile(rows, n, k, HOPPER) is None
+
+
+@pytest.mark.parametrize(
     ("rows", "n", "k", "gated"),
     [(1, 28672, 4096, True), (32, 4096, 14336, False), (64, 896, 4864, False)],
 )
@@ -475,7 +501,9 @@ def hopper() -> ModuleType:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize("sizes", [(), (64, 2), (64, 3), (128, 2)])
+@pytest.mark.parametrize(
+    "sizes", [(), (64, 2), (64, 3), (128, 2), (40, 2), (80, 2), (144, 2), (48, 3)]
+)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
@@ -512,7 +540,7 @@ def test_activated_linear_on_hopper(
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("sizes", [(64, 2), (64, 3), (128, 2)])
+@pytest.mark.parametrize("sizes", [(64, 2), (64, 3), (128, 2), (40, 2), (144, 2), (48, 3)])
 @pytest.mark.parametrize(
     ("rows", "n", "k", "parts"), [(96, 9728, 896, 28), (128, 9728, 896, 14), (300, 2000, 192, 1)]
 )
@@ -531,6 +559,30 @@ def test_gated_linear_on_hopper_makes_up_for_a_division(
     got = hopper.gated_linear(*given, *sizes)
     assert error(got, gate * gate.sigmoid() * up) < TOLERANCE[torch.bfloat16]
     assert hopper.is_trusted(given[0], with_bias, True, *sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("cols", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "parts"),
+    # The last has columns beyond the last step, and rows and columns beyond the last tile.
+    [(96, 896, 4864, 4), (128, 896, 4864, 9), (256, 2048, 8192, 2), (1, 72, 200, 3)],
+)
+def test_partial_sums_on_hopper(
+    rows: int, n: int, k: int, parts: int, dtype: torch.dtype, cols: int
+) -> None:
+    kernel = importlib.import_module("engine_core.kernels.linear.parts.hopper.triton")
+    x, weight, _ = case(rows, n, k, dtype, "cuda")
+    x = x.contiguous()
+    assert kernel.fits(x, weight)
+    got = kernel.partial_sums(x, weight, tiles.PartsTile(cols, parts))
+    assert got.shape == (parts, rows, n)
+    ends = [-(-k // 64) * part // parts * 64 for part in range(parts)] + [k]
+    for part, begin, end in zip(got, ends, ends[1:], strict=False):
+        expected = x[:, begin:end].double() @ weight[:, begin:end].double().T
+        assert (part - expected).abs().max() < 1e-3
 
 
 @pytest.mark.gpu
@@ -592,14 +644,18 @@ def test_gated_linear_on_hopper_leaves_what_it_does_not_fit(hopper: ModuleType) 
 @pytest.mark.parametrize(
     ("n", "k", "rows", "worse"),
     [
-        (28672, 4096, (96, 128, 256, 1024, 4096, 8192), (0, 1, 64, 192, 512, 1536)),
-        (37888, 3584, (8192,), (128, 256, 512)),
-        (17920, 1536, (128, 8192), (256,)),
-        (9728, 896, (96, 128, 129, 192, 256, 1024, 2048, 4096, 8192), (95, 193, 512)),
-        (8192, 896, (), (96, 128, 192)),
-        (16384, 2048, (96, 100, 128), (64, 65, 95, 129, 200)),
-        (11264, 2048, (100,), (80, 200)),
-        (9728, 2560, (), (100,)),
+        (28672, 4096, (80, 96, 128, 256, 1024, 4096, 8192), (0, 1, 64, 192, 224, 512, 1536)),
+        (37888, 3584, (80, 100, 128, 8192), (160, 192, 224, 256, 512)),
+        (17920, 1536, (80, 100, 128, 8192), (160, 224, 256)),
+        (9728, 896, (96, 128, 129, 192, 200, 256, 1024, 2048, 4096, 8192), (95, 193, 512)),
+        (16384, 2048, (96, 100, 128, 192, 256), (64, 65, 80, 129, 160, 200)),
+        (12288, 2048, (128, 192, 256), (80, 160, 224)),
+        (22016, 2048, (80, 100, 128), (160, 192, 224, 256)),
+        (19456, 2560, (80, 100, 128), (160, 192, 224, 256)),
+        (9728, 2560, (224, 256), (80, 100, 160)),
+        (27648, 5120, (80, 100, 128), (160, 192, 224, 256)),
+        # So few columns that few multiprocessors have a tile.
+        (4096, 2048, (), (96, 128, 192)),
     ],
 )
 def test_the_gated_linear_on_hopper_is_used_where_it_was_seen_to_be_faster(
@@ -612,33 +668,29 @@ def test_the_gated_linear_on_hopper_is_used_where_it_was_seen_to_be_faster(
 
 
 @pytest.mark.parametrize(
-    ("rows", "n", "width"),
+    ("rows", "n", "k", "tile"),
     [
-        *[(96, 16384, 64), (128, 16384, 64), (100, 11264, 64), (80, 16384, 128)],
-        *[(160, 16384, 128), (100, 9728, 128), (100, 17920, 128), (100, 37888, 128)],
+        *[(96, 9728, 896, (64, 2)), (129, 9728, 896, (48, 3)), (192, 9728, 896, (48, 3))],
+        *[(200, 9728, 896, (80, 2)), (256, 9728, 896, (80, 2))],
+        *[(128, 16384, 2048, (64, 2)), (192, 16384, 2048, (64, 3)), (256, 16384, 2048, (128, 2))],
+        *[(128, 17920, 1536, (80, 2)), (128, 22016, 2048, (96, 2)), (80, 37888, 3584, (144, 2))],
+        *[(128, 28672, 4096, (128, 2)), (4096, 9728, 896, (128, 2))],
+        # Narrow tiles of longer rows were not measured.
+        (128, 16384, 8192, None),
     ],
 )
-def test_the_gated_linear_on_hopper_has_narrower_tiles_where_they_are_one_turn(
-    rows: int, n: int, width: int
+def test_the_gated_linear_on_hopper_has_the_narrowest_tiles_that_are_one_turn(
+    rows: int, n: int, k: int, tile: tuple[int, int] | None
 ) -> None:
-    assert tiles.gated_width(rows, n, 2048, 132) == width
-    assert tiles.gated_width(rows, n, 8192, 132) == 128
-
-
-def test_gate_and_up_of_few_columns_are_narrow_where_no_division_is_launched() -> None:
-    """Of 0.5B: the portable kernel, which makes up for it too, took longer from 96 rows on."""
-    for rows in (96, 100, 128):
-        assert tiles.gated_width(rows, 9728, 896, 132) == 64
-        assert tiles.choose_tile(rows, 9728, 896, True, HOPPER) is not None
-    assert [tiles.gated_width(rows, 9728, 896, 132) for rows in (65, 95, 193, 256)] == [128] * 4
-    assert tiles.gated_width(128, 8192, 896, 132) == 128
-
-
-def test_three_warp_groups_multiply_gate_and_up_where_their_tiles_have_all_rows() -> None:
-    for rows, groups in ((128, 2), (129, 3), (192, 3), (193, 2)):
-        assert tiles.gated_groups(rows, 9728, 896, 132) == groups
-        assert tiles.gated_groups(rows, 16384, 2048, 132) == 2
-    assert tiles.gated_width(160, 9728, 896, 132) == 64
+    assert tiles.gated_tile(rows, n, k, 132) == tile
+    if tile is not None and rows <= 256:
+        width, groups = tile
+        counts = {
+            each: -(-rows // (64 * groups)) * -(-n // (2 * each))
+            for each in tiles.GATED_WIDTHS[groups]
+        }
+        assert counts[width] <= 132
+        assert all(count > 132 for each, count in counts.items() if each < width)
 
 
 def test_most_multiprocessors_have_a_program_of_the_tile_of_gate_and_up() -> None:

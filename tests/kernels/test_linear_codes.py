@@ -63,7 +63,7 @@ CASES = [
     (Teams(Kind(4, 128, True, 1280), 4), 11, 1, torch.bfloat16),
     (Teams(Kind(4, 128, False, 1280, torch.bfloat16), 2, 80), 32, 1, torch.float16),
     (Teams(Kind(4, 128, True, 1792), 2, ahead=True), 32, 4, torch.bfloat16),
-    (Teams(Kind(4, 128, True, 512, torch.float32), 2), 3, 4, torch.bfloat16),
+    (Teams(Kind(4, 128, True, 512, torch.float32), 2, 88), 3, 4, torch.bfloat16),
     (Teams(Kind(4, 128, False, 1280), 4), 70, 1, torch.bfloat16),
     (Blocks("Q4_K", 1280), 11, 4, torch.bfloat16),
     (Integers("Q4_K", 1280), 1, 4, torch.bfloat16),
@@ -424,6 +424,27 @@ def test_where_teams_were_seen_to_be_faster() -> None:
     assert chosen(14336, 4096, True) == [no] * 7
     for gpu in (ADA, BLACKWELL, None):
         assert chosen(28672, 4096, True, gpu) == [no] * 7
+
+
+def test_a_gated_program_has_room_beside_that_of_a_short_run() -> None:
+    """Its first tiles come while the launch before it runs."""
+    of_gated = choose_teams_tile(32, 28672, 4096, True, HOPPER)
+    short, long = (choose_teams_tile(32, 4096, k, False, HOPPER) for k in (4096, 14336))
+    assert of_gated is not None
+    assert short is not None
+    assert long is not None
+
+    def registers(tile: Tile) -> int:
+        # The warp that loads is one of four, so that registers can be dealt out.
+        return 128 * (tile.teams + 1) * tile.max_registers
+
+    def memory(tile: Tile) -> int:
+        # Codes and two scales and zeros of 64 rows a team, and two tiles of x.
+        return tile.num_stages * (tile.teams * 64 * (128 + 2 * 3) + 2 * 32 * 256) + 1024
+
+    assert registers(short) + registers(of_gated) <= 65536
+    assert memory(short) + memory(of_gated) <= 227 * 1024
+    assert not long.max_registers
 
 
 def test_where_blocks_were_seen_to_be_faster() -> None:

@@ -266,14 +266,18 @@ def _decode_kernel(
     ITEM: tl.constexpr,
     MERGED_SPLITS: tl.constexpr,
     MERGED_HEADS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Up to BLOCK_G query heads of one KV head of one row over one split of its tokens.
 
     The plan's item names the row and the split. Where a row has more than one split, ``partial
     [max_items, Hq, Dv]`` float32 takes the results and ``lse`` their logarithmic denominators; the
-    last program to arrive merges them, MERGED_SPLITS of MERGED_HEADS at a time.
+    last program to arrive merges them, MERGED_SPLITS of MERGED_HEADS at a time. With AT_ONCE the
+    next kernel is launched as soon as all programs run.
     """
+    if AT_ONCE:
+        launch_dependents(PDL)
     NUM_HEADS: tl.constexpr = SHAPE.num_heads
     GROUP_SIZE: tl.constexpr = SHAPE.group_size
     G_TILES: tl.constexpr = (GROUP_SIZE + BLOCK_G - 1) // BLOCK_G
@@ -333,8 +337,9 @@ def _decode_kernel(
         acc, denominator, maximum = _attend_tiles(
             acc, denominator, maximum, inputs, queries, low, high, SHAPE, BLOCK_N, True
         )
-    # Not before: programs of the linear that follows would take the place of these.
-    launch_dependents(PDL)
+    if not AT_ONCE:
+        # Not before: programs of the linear that follows would take the place of these.
+        launch_dependents(PDL)
     # No tokens (padding), or with a prefix and a window none that is visible in this split.
     safe = tl.where(denominator > 0.0, denominator, 1.0)
     if used > 1:
@@ -653,6 +658,12 @@ def paged_attention(call: Call) -> None:
             ITEM=ITEM,
             MERGED_SPLITS=cut.merged_splits,
             MERGED_HEADS=cut.merged_heads,
+            AT_ONCE=decode.leaves_room(
+                num_decode_rows * head_tiles,
+                dims,
+                1 if code else q.element_size(),
+                num_multiprocessors(q.device),
+            ),
             num_warps=cut.num_warps,
             num_stages=cut.num_stages,
             maxnreg=cut.registers or None,

@@ -246,13 +246,10 @@ def linear_add_norm(
         and weight.is_contiguous()
         and _tile(x, weight, gated=False) is None
     ):
-        parts = 1
-        if x.dtype in _SIXTEEN_BITS:
-            parts = tiles.choose_parts(rows, n, k, gpu_of(x.device))
-        if parts > 1:
+        partial = _partial_sums(x.view(-1, k), weight) if x.dtype in _SIXTEEN_BITS else None
+        if partial is not None:
             from engine_core.kernels.norm import triton as norm
 
-            partial = cublas.partial_sums(x.view(-1, k), weight, parts)
             return norm.sum_add_norm(
                 *(partial, bias, residual, norm_weight, eps),
                 norm_bias=norm_bias,
@@ -278,6 +275,23 @@ def linear_add_norm(
     if centred:
         return layer_norm(product, norm_weight, norm_bias, eps, residual=residual)
     return rms_norm(product, norm_weight, eps, residual=residual, offset=norm_offset)
+
+
+def _partial_sums(x: Tensor, weight: Tensor) -> Tensor | None:
+    """``x [M, K]`` by ``weight [N, K]`` over parts of K; None where they were seen to be slower."""
+    n, k = weight.shape
+    shape = (len(x), n, k, gpu_of(x.device))
+    tile = tiles.choose_parts_tile(*shape)
+    if tile is not None:
+        from engine_core.kernels.launch.gluon import runs_gluon
+
+        if runs_gluon(x.device):
+            from engine_core.kernels.linear.parts.hopper import triton as hopper
+
+            if hopper.fits(x, weight) and hopper.is_trusted(x, tile):
+                return hopper.partial_sums(x, weight, tile)
+    parts = tiles.choose_parts(*shape)
+    return cublas.partial_sums(x, weight, parts) if parts > 1 else None
 
 
 def _applies_scales_later(x: Tensor | CodedRows, weight: Fp8Weight) -> bool:
@@ -570,13 +584,14 @@ def _as_matrix(x: Any) -> Any:
     return x.view(-1, x.shape[-1])
 
 
-def _gated_tile(x: Tensor, weight: Tensor) -> tuple[int, int]:
-    """Columns of a tile of the kernel for Hopper, and the warp groups that multiply it."""
+def _gated_tile(x: Tensor, weight: Tensor) -> tiles.GatedTile:
+    """The tile of the kernel for Hopper, which is used."""
     gpu = gpu_of(x.device)
     assert gpu is not None, "it is for a kind of GPU"
     n, k = weight.shape
-    given = (x.numel() // k, n, k, gpu.num_multiprocessors)
-    return tiles.gated_width(*given), tiles.gated_groups(*given)
+    tile = tiles.gated_tile(x.numel() // k, n, k, gpu.num_multiprocessors)
+    assert tile is not None, "it has a tile"
+    return tile
 
 
 def _cublas_activates(x: Tensor, weight: Tensor) -> bool:

@@ -71,6 +71,30 @@ class ProductTile(NamedTuple):
     num_warps: int = 4
 
 
+class PartsTile(NamedTuple):
+    """The tile of a linear over parts of K, on Hopper.
+
+    Attributes:
+        cols: output columns of a program, 64, 128 or 256.
+        parts: of K, whose sums are left to what follows.
+    """
+
+    cols: int
+    parts: int
+
+
+class GatedTile(NamedTuple):
+    """The tile of Hopper's kernel of gate and up.
+
+    Attributes:
+        width: output columns of a program.
+        groups: warp groups that multiply, each 64 rows.
+    """
+
+    width: int
+    groups: int
+
+
 @dataclass(frozen=True, slots=True)
 class Shapes:
     """Shapes for which a tile was seen to win; bounds are inclusive."""
@@ -562,7 +586,9 @@ def choose_teams_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -
     and with this. 28672x4096, gated: 16 rows 24.6, 19.1; 32 rows 25.6, 21.1; 64 rows 54.7 (with the
     tile of :func:`choose_group_tile`), 40.4. 32 rows by 4096x14336 16.9, 13.9; by 4096x4096 7.8,
     7.2; but by 6144x4096 8.5, 9.3 at best, and 16 rows by 4096x14336 13.2, 13.2. Only where all
-    programs have room at once, and few multiprocessors are left without one.
+    programs have room at once, and few multiprocessors are left without one. In layers of 32 rows,
+    where launches follow one another, 4096x14336 takes 0.5 us less with three tiles in flight than
+    with four, and 4096x4096 0.3 with three and half of the registers.
     """
     if gpu is None or gpu.capability != (9, 0) or k < 2048 or k % 256 or not 2 <= rows <= 64:
         return None
@@ -585,6 +611,11 @@ def choose_teams_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -
             splits *= 2
         if k < 1024 * splits:
             return None
+        stages = 3
+        if k < 2048 * splits:
+            # A program of the gated weight behind has room beside this one, and this one beside two
+            # of attention before: their first tiles come while others end.
+            registers = 88
     else:
         return None
     programs = splits * -(-outputs // (teams * block_n))
@@ -689,6 +720,35 @@ def choose_parts(rows: int, n: int, k: int, gpu: GPU | None) -> int:
     return parts if fits else 1
 
 
+# Results of so many columns at most have parts by Hopper's kernel; no wider ones gained in all
+# their rows. The share of the multiprocessors that has a program of it.
+_MOST_PARTS_COLUMNS, _PARTS_SHARE = 1024, 0.65
+
+
+def choose_parts_tile(rows: int, n: int, k: int, gpu: GPU | None) -> PartsTile | None:
+    """The tile of Hopper's kernel of parts of K for ``rows`` by ``[n, k]``; None for cuBLAS.
+
+    It is launched early, and begins on the multiprocessors that the kernel ahead leaves free, where
+    cuBLAS begins after that. ms of a step of 0.5B, whose 896x4864 is the only one, with cuBLAS's
+    parts and with these, rows of 1030 tokens, and of 200 to 1860 in brackets: 80 rows 1.014, 0.991
+    (0.883, 0.854); 96 rows 1.059, 1.041 (0.903, 0.881); 256 rows 1.805, 1.796 (1.385, 1.372). With
+    fewer parts, 80 rows 1.008 and 256 rows, with more, 1.813. us of gate and up, parts and norm,
+    cuBLAS and this: 192 rows 19.0, 20.5; 224 rows 19.6, 20.5. 128 rows by 2048x8192 35.7, 35.1; by
+    1536x8960 31.8, 31.5; by 4096x14336 100.0, 98.9; 100 rows by 2048x8192 35.7, 35.4; by 3584x18944
+    113.6, 114.7; 80 rows by 2048x8192 35.6, 37.6.
+    """
+    if gpu is None or gpu.capability != (9, 0) or is_quick(Quick.PRODUCTS):
+        return None
+    if not (rows <= 128 or rows >= 240) or n > _MOST_PARTS_COLUMNS or k < 2048:
+        return None
+    if choose_parts(rows, n, k, gpu) == 1:
+        return None
+    cols, most = 64, min(6, k // 512)
+    programs = -(-rows // 128) * -(-n // cols)
+    parts = min(most, int(_PARTS_SHARE * gpu.num_multiprocessors) // programs)
+    return PartsTile(cols, parts) if parts > 1 else None
+
+
 def few_rows_of_invariant(n: int) -> int:
     """Rows up to which the batch-invariant kernel is that of few rows, for N columns.
 
@@ -732,73 +792,103 @@ def choose_invariant_tile(
 # values at 4 TB/s where cuBLAS multiplies and adds 2 K at 700 TFLOP/s. One of a result: 2 values,
 # where cuBLAS multiplies and adds K.
 _ACTIVATION = {True: 262, False: 350}
-# Columns of a weight that narrow tiles were measured with, a third more; the least share of the
-# multiprocessors that has one of them, and of those of weights of fewer columns than 1024, before
-# which a norm without a division needs no launch.
+# Columns of a tile of Hopper's gate and up, by warp groups. Two products make up those that are no
+# power of 2.
+GATED_WIDTHS = {2: (64, 80, 96, 128, 144, 160), 3: (48, 64)}
+# Columns of a weight that tiles of less than 128 were measured with, a third more. The least share
+# of the multiprocessors that has a tile, if there is one for each at most, and of those of weights
+# of fewer columns than 1024, before which a norm without a division needs no launch.
 _MOST_NARROW_K = 4096
-_NARROW_SHARE, _UNDIVIDED_SHARE = 0.65, 0.55
+_BUSY_SHARE, _UNDIVIDED_SHARE = 0.65, 0.55
 
 
-def gated_width(rows: int, n: int, k: int, programs: int) -> int:
-    """Columns of a tile of Hopper's gate and up, of a weight ``[n, k]``: 64 or 128.
+def gated_tile(rows: int, n: int, k: int, programs: int) -> GatedTile | None:
+    """The tile of Hopper's gate and up for ``rows`` by ``[n, k]``; None where others are faster.
 
-    Half as many where wider tiles leave half of the programs without one, and these few. us on an
-    H200 of cuBLAS and an activation and of tiles of 128 and 64. 16384x2048: 65 rows 21.5, 23.7,
-    22.2; 80 rows 21.8, 23.8, 20.6; 100 rows 22.7, 23.8, 19.9; 128 rows 23.5, 24.1, 20.0; 160 rows
-    24.6, 28.2, 38.8. 16384x3072: 80 rows 29.7, 33.8, 30.8; 128 rows 31.9, 34.0, 27.8. 12288x2048:
-    80 rows 17.5, 22.3, 18.6; 128 rows 18.5, 22.5, 16.3. 100 rows by 11264x2048 17.3, 22.3, 16.5; by
-    9728x2560 18.8, 26.8, 19.9; by 37888x3584 79.3, 95.6, 81.5. A step of 0.5B, whose weight is
-    9728x896, ms with the portable kernel and with tiles of 64: 96 rows 1.164, 1.143; 128 rows
-    1.346, 1.326.
+    Up to 256 rows the narrowest tiles that are one turn of the programs: more of them multiply, and
+    read less each. us on an H200 of gate, up and activation, down in parts by cuBLAS, and the norm,
+    by cuBLAS with an activation, by tiles of 128 or (in brackets) 64 columns, and by these:
+    9728x896, 192 rows 19.4, (19.7), 19.0; 256 rows 22.0, 22.1, 19.7. 17920x1536, 80 rows 32.8,
+    32.0, 31.4; 128 rows 34.2, 33.5, 31.8. 37888x3584, 80 rows 114.6, 134.3, 112.2; 128 rows 117.5,
+    136.8, 114.7. 22016x2048, 128 rows 49.6, 47.5, 45.6. 19456x2560, 80 rows 53.3, 49.5, 49.2.
+    16384x2048, 128 rows 38.0, 39.5, 35.7; 192 rows 42.1, 43.8, 39.0. 12288x2048, 256 rows 38.0,
+    40.0, 36.7. 9728x2560, 224 rows 41.4, 44.3, 39.3. ms of a step of 0.5B by tiles of 128 columns
+    or, up to 192 rows, 64, and by these: 160 rows 1.515, 1.496; 192 rows 1.595, 1.577; 200 rows
+    1.685, 1.607; 256 rows 1.849, 1.790.
     """
-    if gated_groups(rows, n, k, programs) == 3:
-        return 64
-    share = _UNDIVIDED_SHARE if k < 1024 else _NARROW_SHARE
-    one_turn = share * programs <= -(-n // 128) <= programs
-    return 64 if 96 <= rows <= 128 and k <= _MOST_NARROW_K and one_turn else 128
+    if rows <= 64:
+        return None
+    tile = _one_turn_tile(rows, n, k, programs)
+    if tile is not None:
+        return tile
+    row_tiles = -(-rows // 128)
+    tiles = row_tiles * -(-n // 256)
+    busy, filled = _busy_share(tiles, programs), rows / (row_tiles * 128)
+    if row_tiles > 2:
+        taken = busy * filled * (1 + _ACTIVATION[True] / k) >= 0.99
+    else:
+        # us as above, by cuBLAS and by tiles of 128: 28672x4096, 224 rows 129.0, 134.0; 256 rows
+        # 141.9, 139.4. 27648x5120, 256 rows 171.5, 182.0.
+        taken = tiles > programs and filled >= (0.75 if row_tiles == 1 else 0.93) and busy > 0.83
+    return GatedTile(128, 2) if taken else None
 
 
-# Rows for which three warp groups multiply a tile of 64 columns.
-_THREE_GROUPS = range(129, 193)
+def _one_turn_tile(rows: int, n: int, k: int, programs: int) -> GatedTile | None:
+    """The narrowest tile of which each program has one at most; None where it is no faster.
 
-
-def gated_groups(rows: int, n: int, k: int, programs: int) -> int:
-    """Warp groups that multiply a tile of Hopper's gate and up, each 64 rows: 2 or 3.
-
-    Three where one tile then has all rows, of a weight of few columns: of more, tiles of so few
-    wait for the L2 cache.
+    Three warp groups take all of 129 to 192 rows. us as above, by cuBLAS and by such tiles, where
+    these are not used: 16384x2048, 80 rows 35.6, 36.4; 160 rows 39.5, 39.0. 12288x2048, 80 rows
+    29.9, 31.8; 160 rows 32.4, 33.9; 224 rows 36.6, 37.2. 16384x3072, 224 rows 65.0, 67.3 (but
+    16384x2048 43.8, 42.9). 17920x1536, 256 rows 41.3, 43.2. By two groups and 48 columns: 9728x896,
+    128 rows 16.3, by 64 columns 16.6; but steps of 0.5B are no shorter, and 3% longer (96 rows)
+    with parts of down by a kernel that then has fewer multiprocessors to begin on.
     """
-    one_turn = _UNDIVIDED_SHARE * programs <= -(-n // 128) <= programs
-    return 3 if rows in _THREE_GROUPS and k < 1024 and one_turn else 2
+    groups = 3 if 128 < rows <= 192 else 2
+    row_tiles = -(-rows // (64 * groups))
+    if row_tiles > 2:
+        return None
+    counts = ((width, row_tiles * -(-n // (2 * width))) for width in GATED_WIDTHS[groups])
+    found = next(((width, tiles) for width, tiles in counts if tiles <= programs), None)
+    if found is None:
+        return None
+    width, tiles = found
+    share = _UNDIVIDED_SHARE if k < 1024 else _BUSY_SHARE
+    if tiles < share * programs or (width < 128 and k > _MOST_NARROW_K):
+        return None
+    if groups == 3:
+        least = 129 if k < 1024 else 183
+    elif row_tiles == 1:
+        least = 96 if width < 80 else 80
+    elif width > 128:
+        return None
+    elif width <= 80:
+        least = 200
+    else:
+        least = 218 if width == 128 and k <= 2048 else 240
+    return GatedTile(width, groups) if rows >= least else None
+
+
+def _busy_share(tiles: int, programs: int) -> float:
+    """The share of the programs' turns that have a tile."""
+    return tiles / (-(-tiles // programs) * programs)
 
 
 def hopper_wins(rows: int, n: int, k: int, programs: int, *, gated: bool = True) -> bool:
     """Whether cuBLAS and an activation by itself are slower for a weight ``[n, k]``.
 
     It depends on how much of the last turn of the programs through the tiles of 128 rows and 256
-    columns has work, and on the activation's share. Up to 256 rows the time is more that of reading
-    the weight; 64 and fewer have kernels of their own. Without a gate, 256 rows and fewer were not
+    columns has work, and on the activation's share. Without a gate, 256 rows and fewer were not
     measured, and are left to cuBLAS; 5120x1280, us of cuBLAS alone and of this with a quick GELU:
     1024 rows 22.4 and 32.3, 2048 rows 40.4 and 48.6, 5476 rows 97 and 112, where an activation by
     itself reads and writes 21, 42 and 112 MB. With a gate, us on H200s, cuBLAS and
     this: 28672x4096, 96 rows 68.1 and 64.7, 128 rows 72.8 and 65.9 (70.6 with a tile of
     :mod:`engine_core.kernels.linear.triton`), 192 rows 84.8 and 96.8, 256 rows 106.5 and 96.5, 512
     rows 186 and 205, 1024 rows 371 and 362, 1536 rows 529 and 593, 4096 rows 1499 and 1453, 8192
-    rows 2951 and 2891; 17920x1536, 128 rows 22.3 and 19.9 (32.0), 256 rows 26.5 and 35.3, 8192 rows
-    748 and 690; 9728x896, 128 rows 10.0 and 11.2 (10.3), 256 rows 13.3 and 11.8, 512 rows 20.1 and
-    22.1, 1024 rows 36.5 and 34.0, 4096 rows 159 and 125.
+    rows 2951 and 2891; 17920x1536, 8192 rows 748 and 690; 9728x896, 512 rows 20.1 and 22.1, 1024
+    rows 36.5 and 34.0, 4096 rows 159 and 125.
     """
-    if rows <= 64:
-        return False
-    if gated and gated_width(rows, n, k, programs) == 64:
-        return True
+    if gated:
+        return gated_tile(rows, n, k, programs) is not None
     row_tiles = -(-rows // 128)
-    tiles = row_tiles * -(-n // 256)
-    turns = -(-tiles // programs)
-    busy = tiles / (turns * programs)
-    filled = rows / (row_tiles * 128)
-    if row_tiles > 2:
-        return busy * filled * (1 + _ACTIVATION[gated] / k) >= 0.99
-    if not gated:
-        return False
-    return filled >= (0.75 if row_tiles == 1 else 0.85) and busy > (0.5 if turns == 1 else 0.8)
+    busy, filled = _busy_share(row_tiles * -(-n // 256), programs), rows / (row_tiles * 128)
+    return row_tiles > 2 and busy * filled * (1 + _ACTIVATION[False] / k) >= 0.99

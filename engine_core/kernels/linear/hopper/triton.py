@@ -44,20 +44,25 @@ _UNGATED = Family("linears with a quick GELU", "The activation is a launch of it
 # Rows of a warp group, and a step of K, which is the 128 bytes of the widest swizzle.
 _ROWS = gl.constexpr(64)
 _STEP = gl.constexpr(64)
-# Steps in flight, which take 192 or 200 KiB of shared memory, by half the rows of the weight in a
-# tile and by warp groups that multiply.
-_STAGES = {(128, 2): 4, (64, 2): 6, (64, 3): 5}
 WIDE = 128
+# Bytes of shared memory of a program, but for its barriers; steps in flight at most.
+_SHARED, _MOST_STAGES = 226 * 1024, 6
 # Tiles of rows that share the tiles of the weight that they meet in the L2 cache.
 _ROW_TILES = gl.constexpr(8)
 
 
 @gluon.jit
 def _place(
-    tile, row_tiles, col_tiles, GROUPS: gl.constexpr, WIDTH: gl.constexpr, GATED: gl.constexpr
+    tile,
+    row_tiles,
+    col_tiles,
+    GROUPS: gl.constexpr,
+    WIDTH: gl.constexpr,
+    MORE: gl.constexpr,
+    GATED: gl.constexpr,
 ):
     """Where a tile's rows and columns begin."""
-    COLS: gl.constexpr = WIDTH if GATED else 2 * WIDTH
+    COLS: gl.constexpr = WIDTH + MORE if GATED else 2 * WIDTH
     of_group = _ROW_TILES * col_tiles
     first = tile // of_group * _ROW_TILES
     size = gl.minimum(row_tiles - first, _ROW_TILES)
@@ -65,20 +70,38 @@ def _place(
 
 
 @gluon.jit
-def _load_weight(desc, boxes, barrier, stage, col, k, N, GATED: gl.constexpr):
+def _load_weight(
+    desc,
+    more_desc,
+    boxes,
+    more_boxes,
+    barrier,
+    stage,
+    col,
+    k,
+    N,
+    MORE: gl.constexpr,
+    GATED: gl.constexpr,
+):
     """Begin to load a tile of the weight: rows of the gate, then those of up."""
-    apart = N if GATED else boxes.shape[1]
+    WIDTH: gl.constexpr = boxes.shape[1]
+    apart = N if GATED else WIDTH
     for part in gl.static_range(2):
         place = boxes.index(stage * 2 + part)
         tma_load(desc, [part * apart + col, k], barrier, place)
+        if MORE:
+            more = more_boxes.index(stage * 2 + part)
+            tma_load(more_desc, [part * apart + col + WIDTH, k], barrier, more)
 
 
 @gluon.jit
 def _load(
     x_desc,
     weight_desc,
+    more_desc,
     x_smem,
     weight_smem,
+    more_smem,
     full,
     empty,
     row_tiles,
@@ -86,32 +109,43 @@ def _load(
     steps,
     N,
     WIDTH: gl.constexpr,
+    MORE: gl.constexpr,
     GATED: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """The warp that loads."""
     STAGES: gl.constexpr = weight_smem.shape[0]
     GROUPS: gl.constexpr = x_smem.shape[0] // STAGES
-    BYTES: gl.constexpr = (GROUPS * _ROWS + 2 * WIDTH) * _STEP * 2
+    BYTES: gl.constexpr = (GROUPS * _ROWS + 2 * WIDTH + 2 * MORE) * _STEP * 2
     swizzle: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     boxes = reinterpret(weight_smem, weight_desc.dtype, [STAGES * 2, WIDTH, _STEP], swizzle)
+    more_boxes = boxes
+    if MORE:
+        more_boxes = reinterpret(more_smem, weight_desc.dtype, [STAGES * 2, MORE, _STEP], swizzle)
     # The weight is older than all kernels: its first tiles do not wait for x.
-    _, col = _place(gl.program_id(0), row_tiles, col_tiles, GROUPS, WIDTH, GATED)
+    _, col = _place(gl.program_id(0), row_tiles, col_tiles, GROUPS, WIDTH, MORE, GATED)
     preloaded = gl.minimum(steps, STAGES)
     for stage in range(preloaded):
-        mbarrier.expect(full.index(stage), BYTES)
-        _load_weight(weight_desc, boxes, full.index(stage), stage, col, stage * _STEP, N, GATED)
+        barrier = full.index(stage)
+        mbarrier.expect(barrier, BYTES)
+        _load_weight(
+            *(weight_desc, more_desc, boxes, more_boxes, barrier, stage, col, stage * _STEP, N),
+            *(MORE, GATED),
+        )
     wait(PDL)
     loaded = 0
     for tile in range(gl.program_id(0), row_tiles * col_tiles, gl.num_programs(0)):
-        row, col = _place(tile, row_tiles, col_tiles, GROUPS, WIDTH, GATED)
+        row, col = _place(tile, row_tiles, col_tiles, GROUPS, WIDTH, MORE, GATED)
         for step in range(steps):
             stage = loaded % STAGES
             barrier = full.index(stage)
             if loaded >= preloaded:
                 mbarrier.wait(empty.index(stage), (loaded // STAGES & 1) ^ 1)
                 mbarrier.expect(barrier, BYTES)
-                _load_weight(weight_desc, boxes, barrier, stage, col, step * _STEP, N, GATED)
+                _load_weight(
+                    *(weight_desc, more_desc, boxes, more_boxes, barrier, stage, col),
+                    *(step * _STEP, N, MORE, GATED),
+                )
             for group in gl.static_range(GROUPS):
                 place = x_smem.index(stage * GROUPS + group)
                 coordinates = [row + group * _ROWS, step * _STEP]
@@ -192,29 +226,39 @@ def _mean_squares(squares_ptr, first, num_rows, columns, SQUARES: gl.constexpr, 
 
 
 @gluon.jit
+def _store_panel(values, out_desc, buffer, row, col):
+    """Begin to store a panel; rows and columns that the result does not have are left out."""
+    tma.store_wait(1)
+    buffer.store(values)
+    fence_async_shared()
+    sync_threads()
+    tma_store(out_desc, [row, col], buffer)
+
+
+@gluon.jit
 def _store(values, out_desc, out_smem, row, col, GROUP: gl.constexpr):
-    """Begin to store two panels; rows and columns that the result does not have are left out."""
+    """Begin to store two panels."""
     panels = _halves(values.to(out_smem.dtype))
     for panel in gl.static_range(2):
         buffer = out_smem.index(GROUP * 2 + panel)
-        tma.store_wait(1)
-        buffer.store(panels[panel])
-        fence_async_shared()
-        sync_threads()
-        tma_store(out_desc, [row + GROUP * _ROWS, col + panel * buffer.shape[1]], buffer)
+        at = col + panel * buffer.shape[1]
+        _store_panel(panels[panel], out_desc, buffer, row + GROUP * _ROWS, at)
 
 
 @gluon.jit
 def _multiply(
     GROUP: gl.constexpr,
     out_desc,
+    more_out_desc,
     bias_ptr,
     squares_ptr,
     eps,
     num_rows,
     x_smem,
     weight_smem,
+    more_smem,
     out_smem,
+    more_out_smem,
     full,
     empty,
     row_tiles,
@@ -222,6 +266,7 @@ def _multiply(
     steps,
     N,
     WIDTH: gl.constexpr,
+    MORE: gl.constexpr,
     GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     SQUARES: gl.constexpr,
@@ -231,11 +276,17 @@ def _multiply(
     STAGES: gl.constexpr = weight_smem.shape[0]
     GROUPS: gl.constexpr = x_smem.shape[0] // STAGES
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * WIDTH, 16])
+    MORE_ACC: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, 2 * (MORE if MORE else WIDTH), 16]
+    )
     wait(PDL)
     used = 0
     for tile in range(gl.program_id(0), row_tiles * col_tiles, gl.num_programs(0)):
-        row, col = _place(tile, row_tiles, col_tiles, GROUPS, WIDTH, GATED)
+        row, col = _place(tile, row_tiles, col_tiles, GROUPS, WIDTH, MORE, GATED)
         acc = gl.zeros([_ROWS, 2 * WIDTH], gl.float32, ACC)
+        more = acc
+        if MORE:
+            more = gl.zeros([_ROWS, 2 * MORE], gl.float32, MORE_ACC)
         if SQUARES:
             first = row + GROUP * _ROWS
             means = _mean_squares(squares_ptr, first, num_rows, steps * _STEP, SQUARES, ACC)
@@ -246,19 +297,38 @@ def _multiply(
             weight = weight_smem.index(stage).permute((1, 0))
             acc = warpgroup_mma(x, weight, acc, is_async=True)
             # The next product is begun before this one is complete.
-            acc = warpgroup_mma_wait(1, deps=(acc,))
+            if MORE:
+                more_weight = more_smem.index(stage).permute((1, 0))
+                more = warpgroup_mma(x, more_weight, more, is_async=True)
+                acc, more = warpgroup_mma_wait(2, deps=(acc, more))
+            else:
+                acc = warpgroup_mma_wait(1, deps=(acc,))
             mbarrier.arrive(empty.index((used + STAGES - 1) % STAGES), pred=step > 0)
             used += 1
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        if MORE:
+            acc, more = warpgroup_mma_wait(0, deps=(acc, more))
+        else:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((used + STAGES - 1) % STAGES))
         if SQUARES:
-            acc *= gl.expand_dims(1.0 / gl.sqrt(means + eps), 1)
+            inverses = 1.0 / gl.sqrt(means + eps)
+            acc *= gl.expand_dims(inverses, 1)
+            if MORE:
+                inverses = gl.convert_layout(inverses, gl.SliceLayout(1, MORE_ACC))
+                more *= gl.expand_dims(inverses, 1)
         if HAS_BIAS:
             acc = _biased(acc, bias_ptr, col, N, GATED, ACC)
+            if MORE:
+                more = _biased(more, bias_ptr, col + WIDTH, N, GATED, MORE_ACC)
         # Rounded where a linear followed by an activation of its own rounds.
         left, right = _halves(_rounded(acc, out_smem.dtype))
         if GATED:
             _store(left * _sigmoid(left) * right, out_desc, out_smem, row, col, GROUP)
+            if MORE:
+                left, right = _halves(_rounded(more, out_smem.dtype))
+                values = (left * _sigmoid(left) * right).to(out_smem.dtype)
+                buffer = more_out_smem.index(GROUP)
+                _store_panel(values, more_out_desc, buffer, row + GROUP * _ROWS, col + WIDTH)
         else:
             _store(_quick_gelu(left), out_desc, out_smem, row, col, GROUP)
             _store(_quick_gelu(right), out_desc, out_smem, row, col + WIDTH, GROUP)
@@ -268,8 +338,10 @@ def _multiply(
 @gluon.jit(do_not_specialize=["num_rows", "row_tiles", "col_tiles", "steps", "N"])
 def _linear_kernel(
     out_desc,
+    more_out_desc,
     x_desc,
     weight_desc,
+    more_desc,
     bias_ptr,
     squares_ptr,
     eps,
@@ -279,6 +351,7 @@ def _linear_kernel(
     steps,
     N,
     WIDTH: gl.constexpr,
+    MORE: gl.constexpr,
     GROUPS: gl.constexpr,
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
@@ -286,10 +359,12 @@ def _linear_kernel(
     SQUARES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Tiles of GROUPS * _ROWS rows by WIDTH of N columns; the weight has rows of the gate, then up.
+    """Tiles of GROUPS * _ROWS rows by WIDTH + MORE of N columns, for both halves of the weight.
 
-    By twice as many columns if it is not gated, whose activation is a quick GELU. With SQUARES, x
-    still lacks RMSNorm's division, which is made up for after the products.
+    Its rows are those of the gate, then those of up. The columns are two products, for one has a
+    power of 2 of columns here. If it is not gated, tiles have 2 * WIDTH columns, whose activation
+    is a quick GELU. With SQUARES, x still lacks RMSNorm's division, which is made up for after the
+    products.
     """
     launch_dependents(PDL)
     element: gl.constexpr = x_desc.dtype
@@ -298,6 +373,13 @@ def _linear_kernel(
     x_smem = gl.allocate_shared_memory(element, [STAGES * GROUPS, _ROWS, _STEP], swizzle)
     weight_smem = gl.allocate_shared_memory(element, [STAGES, 2 * WIDTH, _STEP], swizzle)
     out_smem = gl.allocate_shared_memory(element, [2 * GROUPS, _ROWS, WIDTH // 2], out_desc.layout)
+    more_smem = weight_smem
+    more_out_smem = out_smem
+    if MORE:
+        more_smem = gl.allocate_shared_memory(element, [STAGES, 2 * MORE, _STEP], swizzle)
+        more_out_smem = gl.allocate_shared_memory(
+            element, [GROUPS, _ROWS, MORE], more_out_desc.layout
+        )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], single)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], single)
     for stage in gl.static_range(STAGES):
@@ -309,23 +391,23 @@ def _linear_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    0, out_desc, bias_ptr, squares_ptr, eps, num_rows, x_smem, weight_smem,
-                    out_smem, full, empty, row_tiles, col_tiles, steps, N, WIDTH, GATED, HAS_BIAS,
-                    SQUARES, PDL,
+                    0, out_desc, more_out_desc, bias_ptr, squares_ptr, eps, num_rows, x_smem,
+                    weight_smem, more_smem, out_smem, more_out_smem, full, empty, row_tiles,
+                    col_tiles, steps, N, WIDTH, MORE, GATED, HAS_BIAS, SQUARES, PDL,
                 )),
                 (_multiply, (
-                    1, out_desc, bias_ptr, squares_ptr, eps, num_rows, x_smem, weight_smem,
-                    out_smem, full, empty, row_tiles, col_tiles, steps, N, WIDTH, GATED, HAS_BIAS,
-                    SQUARES, PDL,
+                    1, out_desc, more_out_desc, bias_ptr, squares_ptr, eps, num_rows, x_smem,
+                    weight_smem, more_smem, out_smem, more_out_smem, full, empty, row_tiles,
+                    col_tiles, steps, N, WIDTH, MORE, GATED, HAS_BIAS, SQUARES, PDL,
                 )),
                 (_multiply, (
-                    2, out_desc, bias_ptr, squares_ptr, eps, num_rows, x_smem, weight_smem,
-                    out_smem, full, empty, row_tiles, col_tiles, steps, N, WIDTH, GATED, HAS_BIAS,
-                    SQUARES, PDL,
+                    2, out_desc, more_out_desc, bias_ptr, squares_ptr, eps, num_rows, x_smem,
+                    weight_smem, more_smem, out_smem, more_out_smem, full, empty, row_tiles,
+                    col_tiles, steps, N, WIDTH, MORE, GATED, HAS_BIAS, SQUARES, PDL,
                 )),
                 (_load, (
-                    x_desc, weight_desc, x_smem, weight_smem, full, empty, row_tiles, col_tiles,
-                    steps, N, WIDTH, GATED, PDL,
+                    x_desc, weight_desc, more_desc, x_smem, weight_smem, more_smem, full, empty,
+                    row_tiles, col_tiles, steps, N, WIDTH, MORE, GATED, PDL,
                 )),
             ],
             [4, 4, 1],
@@ -336,18 +418,18 @@ def _linear_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    0, out_desc, bias_ptr, squares_ptr, eps, num_rows, x_smem, weight_smem,
-                    out_smem, full, empty, row_tiles, col_tiles, steps, N, WIDTH, GATED, HAS_BIAS,
-                    SQUARES, PDL,
+                    0, out_desc, more_out_desc, bias_ptr, squares_ptr, eps, num_rows, x_smem,
+                    weight_smem, more_smem, out_smem, more_out_smem, full, empty, row_tiles,
+                    col_tiles, steps, N, WIDTH, MORE, GATED, HAS_BIAS, SQUARES, PDL,
                 )),
                 (_multiply, (
-                    1, out_desc, bias_ptr, squares_ptr, eps, num_rows, x_smem, weight_smem,
-                    out_smem, full, empty, row_tiles, col_tiles, steps, N, WIDTH, GATED, HAS_BIAS,
-                    SQUARES, PDL,
+                    1, out_desc, more_out_desc, bias_ptr, squares_ptr, eps, num_rows, x_smem,
+                    weight_smem, more_smem, out_smem, more_out_smem, full, empty, row_tiles,
+                    col_tiles, steps, N, WIDTH, MORE, GATED, HAS_BIAS, SQUARES, PDL,
                 )),
                 (_load, (
-                    x_desc, weight_desc, x_smem, weight_smem, full, empty, row_tiles, col_tiles,
-                    steps, N, WIDTH, GATED, PDL,
+                    x_desc, weight_desc, more_desc, x_smem, weight_smem, more_smem, full, empty,
+                    row_tiles, col_tiles, steps, N, WIDTH, MORE, GATED, PDL,
                 )),
             ],
             [4, 1],
@@ -425,7 +507,8 @@ def gated_linear(
     """silu_and_mul of ``x [M, K]`` by ``weight [2 N, K]``: ``[M, N]``.
 
     x may lack an RMSNorm's division, which is made up for, with contiguous squares. A tile has
-    ``width`` columns of N, 64 or 128, and 64 rows of each of ``groups``, 2 or, by 64 columns, 3.
+    ``width`` columns of N, a power of 2 from 32 to 128 or the sum of it and a smaller one from 8
+    on, 160 at most, and 64 rows of each of ``groups``, 2 or, by at most 64 columns, 3.
     What :func:`fits` asks of x and the weight holds, and there are rows. Nothing that is still
     running writes the weight: it is read before the kernels before are waited for.
     """
@@ -435,6 +518,13 @@ def gated_linear(
 def quick_gelu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """quick_gelu of ``x [M, K]`` by ``weight [N, K]``: ``[M, N]``; as :func:`gated_linear`."""
     return _launch(x, weight, bias, WIDE, 2, gated=False)
+
+
+def _stages(width: int, groups: int) -> int:
+    """Steps in flight of tiles of so many columns and warp groups, beside their results."""
+    rows: int = groups * _ROWS.value
+    of_step: int = 2 * _STEP.value * (rows + 2 * width)
+    return min(_MOST_STAGES, (_SHARED - 2 * rows * width) // of_step)
 
 
 def _launch(
@@ -453,11 +543,20 @@ def _launch(
     row_tiles = triton.cdiv(rows, groups * _ROWS.value)
     col_tiles = triton.cdiv(weight.shape[0], 2 * width)
     swizzle = gl.NVMMASharedLayout(128, 16, rank=2)
-    panel = gl.NVMMASharedLayout(width, 16, rank=2)
+    first = 1 << width.bit_length() - 1
+    more = width - first
+    panel = gl.NVMMASharedLayout(first, 16, rank=2)
+    more_out = more_weight = None
+    if more:
+        more_panel = gl.NVMMASharedLayout(2 * more if more > 8 else 0, 16, rank=2)
+        more_out = TensorDescriptor.from_tensor(out, [_ROWS.value, more], more_panel)
+        more_weight = TensorDescriptor.from_tensor(weight, [more, _STEP.value], swizzle)
     _linear_kernel[(min(num_multiprocessors(x.device), row_tiles * col_tiles),)](
-        TensorDescriptor.from_tensor(out, [_ROWS.value, width // 2], panel),
+        TensorDescriptor.from_tensor(out, [_ROWS.value, first // 2], panel),
+        more_out,
         TensorDescriptor.from_tensor(x, [_ROWS.value, _STEP.value], swizzle),
-        TensorDescriptor.from_tensor(weight, [width, _STEP.value], swizzle),
+        TensorDescriptor.from_tensor(weight, [first, _STEP.value], swizzle),
+        more_weight,
         bias,
         squares,
         eps,
@@ -466,9 +565,10 @@ def _launch(
         col_tiles,
         k // _STEP.value,
         n,
-        WIDTH=width,
+        WIDTH=first,
+        MORE=more,
         GROUPS=groups,
-        STAGES=_STAGES[width, groups],
+        STAGES=_stages(width, groups),
         GATED=gated,
         HAS_BIAS=bias is not None,
         SQUARES=0 if squares is None else squares.shape[1],

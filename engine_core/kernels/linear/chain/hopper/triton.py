@@ -53,6 +53,10 @@ _FAMILY = Family("chains of linears", "Steps of one row in 8-bit floats take a t
 _ROWS = gl.constexpr(16)
 _QUARTERS = gl.constexpr(4)
 _CHUNKS = gl.constexpr(4)
+# Warps that multiply: two groups, of which each has every other chunk.
+_WARPS = gl.constexpr(8)
+# Rows of a chunk of x: both parts of each quarter.
+_X_ROWS = gl.constexpr(2 * _QUARTERS.value)
 # Columns of K in a step, and its bytes: what the ring holds some of.
 _STEP = _QUARTERS.value * _CHUNKS.value * 128
 _BYTES = gl.constexpr(_QUARTERS.value * _CHUNKS.value * _ROWS.value * 128)
@@ -60,8 +64,8 @@ _BYTES = gl.constexpr(_QUARTERS.value * _CHUNKS.value * _ROWS.value * 128)
 _LOWER = gl.constexpr(16.0)
 # Bytes of a multiprocessor's shared memory that a program may take: attention's, of the kernel
 # ahead, has room beside it, so that the first weights are there when attention ends.
-_MOST_SHARED = 180 * 1024
-_MOST_STAGES = 4
+_MOST_SHARED = 200 * 1024
+_MOST_STAGES = 5
 # Of a thread at its launch; warps that multiply then take what the one that loads leaves.
 _MOST_REGISTERS = 96
 # Rows of a weight that a trial turns into numbers at once.
@@ -92,16 +96,34 @@ def _load(
 
 
 @gluon.jit
-def join_programs(count_ptr, target):
-    """Wait until all programs have come here; what they stored is visible then."""
+def arrive(count_ptr):
+    """Say that this program has come, and stored what others are to see."""
     sync_threads()
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred p; .reg .b32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 p, thread, 0;
+        @p red.release.gpu.global.add.u64 [$1], 1;
+        mov.b32 $0, thread;
+        }""",
+        "=r,l",
+        [count_ptr],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def await_others(count_ptr, target):
+    """Wait until so many have come; what they stored is visible then."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred p; .reg .b32 thread; .reg .b64 count;
         mov.u32 thread, %tid.x;
         setp.ne.u32 p, thread, 0;
         @p bra joined;
-        red.release.gpu.global.add.u64 [$1], 1;
         again:
         ld.acquire.gpu.global.u64 count, [$1];
         setp.lt.u64 p, count, $2;
@@ -119,6 +141,13 @@ def join_programs(count_ptr, target):
 
 
 @gluon.jit
+def join_programs(count_ptr, target):
+    """Wait until all programs have come here; what they stored is visible then."""
+    arrive(count_ptr)
+    await_others(count_ptr, target)
+
+
+@gluon.jit
 def _power_of_2(top):
     """A power of 2 by which ``top``, not negative, gets below 256, and one by it; NaN for inf."""
     exponent = gl.maximum(top.to(gl.int32, bitcast=True) >> 23, 27)
@@ -133,7 +162,7 @@ def _take_row(x, x_ptr, QUADS: gl.constexpr):
 
     Columns of a chunk lie as a weight's codes do: two that are 64 apart are neighbours.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 2, 8], [4, 1, 1, 8], [1, 4, 1, 1], [3, 2, 1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 2, 4], [2, 1, 1, 16], [2, 4, 1, 1], [3, 2, 1, 0])
     L3: gl.constexpr = gl.SliceLayout(3, LAYOUT)
     L2: gl.constexpr = gl.SliceLayout(2, L3)
     GROUPS: gl.constexpr = (QUADS - 1) // _CHUNKS + 1
@@ -158,13 +187,13 @@ def _take_row(x, x_ptr, QUADS: gl.constexpr):
         )
         top = gl.maximum(top, gl.abs(found.to(gl.float32)))
         values += (found,)  # type: ignore[assignment]
-    factor, inverse = _power_of_2(gl.max(gl.max(gl.max(gl.max(top, 3), 2), 0), 0))
+    factor, inverse = _power_of_2(gl.max(top.reshape([_CHUNKS * _QUARTERS * 128]), 0))
     for group in gl.static_range(GROUPS):
         scaled = values[group].to(gl.float32) * factor
         upper = scaled.to(gl.float8e4nv)  # type: ignore[unreachable]
         lower = ((scaled - upper.to(gl.float32)) * _LOWER).to(gl.float8e4nv)
         both = gl.join(upper, lower).permute((0, 1, 4, 3, 2))
-        x.index(group).store(both.reshape([_CHUNKS, 2 * _QUARTERS, 128]))
+        x.index(group).store(both.reshape([_CHUNKS, _X_ROWS, 128]))
     fence_async_shared()
     sync_threads()
     return inverse
@@ -172,33 +201,35 @@ def _take_row(x, x_ptr, QUADS: gl.constexpr):
 
 @gluon.jit
 def _multiply(weights, x, acc, slot, step):
-    """``acc`` and the products of a step's chunks.
+    """``acc`` and the products of a step's chunks, of which two are multiplied at once.
 
+    Each of them is 64 rows for a group of warps, and columns of x that the other has no use for.
     The matrix units keep few bits of a sum of 8-bit floats: chunks are added up here.
     """
     ACC: gl.constexpr = acc.type.layout
-    zero = gl.zeros([64, 2 * _QUARTERS], gl.float32, ACC)
+    PAIRS: gl.constexpr = _CHUNKS // 2
+    zero = gl.zeros([2 * 64, 2 * _X_ROWS], gl.float32, ACC)
     parts = ()
-    for chunk in gl.static_range(_CHUNKS):
+    for pair in gl.static_range(PAIRS):
         part = warpgroup_mma(
-            weights.index(slot * _CHUNKS + chunk),
-            x.index(step * _CHUNKS + chunk).permute((1, 0)),
+            weights.index(slot * PAIRS + pair),
+            x.index(step * PAIRS + pair).permute((1, 0)),
             zero,
             use_acc=False,
             is_async=True,
         )
         parts += (part,)  # type: ignore[assignment]
-    a, b, c, d = warpgroup_mma_wait(0, deps=parts)
-    return acc + ((a + b) + (c + d))
+    a, b = warpgroup_mma_wait(0, deps=parts)
+    return acc + (a + b)
 
 
 @gluon.jit
 def _own_products(acc):
-    """Of ``acc [64, 8]`` those of quarters by their own columns, both parts: ``[64]``."""
+    """Of ``acc [128, 16]`` those of quarters by their own columns, both parts: ``[128]``."""
     ACC: gl.constexpr = acc.type.layout
-    quarter = gl.arange(0, 64, gl.SliceLayout(1, ACC)) // _ROWS
-    cols = gl.arange(0, 2 * _QUARTERS, gl.SliceLayout(0, ACC))
-    own = gl.expand_dims(quarter, 1) == gl.expand_dims(cols // 2, 0)
+    quarters = gl.arange(0, 2 * 64, gl.SliceLayout(1, ACC)) // _ROWS
+    cols = gl.arange(0, 2 * _X_ROWS, gl.SliceLayout(0, ACC))
+    own = gl.expand_dims(quarters, 1) == gl.expand_dims(cols // 2, 0)
     factor = gl.where(cols % 2 == 1, 1.0 / _LOWER, 1.0)
     return gl.sum(gl.where(own, acc * gl.expand_dims(factor, 0), 0.0), 1)
 
@@ -219,28 +250,63 @@ def ask(ptr, cols, N):
 
 
 @gluon.jit
+def _ask_end(
+    end, scales_ptr, bias_ptr, tile, N: gl.constexpr, COLS: gl.constexpr, GATED: gl.constexpr,
+    ADDED: gl.constexpr, OUT: gl.constexpr,
+):  # fmt: skip
+    """Ask for all that the end of a tile takes beside its products, as it is in memory."""
+    cols = tile * COLS + gl.arange(0, COLS, OUT)
+    mask = cols < N
+    scale = gl.load(scales_ptr + cols, mask=mask, other=0.0)
+    bias = gl.full([COLS], 0.0, gl.float32, OUT)
+    if bias_ptr is not None:
+        bias = gl.load(bias_ptr + cols, mask=mask, other=0.0)
+    other = scale
+    more = bias
+    if GATED:
+        other = gl.load(scales_ptr + N + cols, mask=mask, other=0.0)
+        if bias_ptr is not None:
+            more = gl.load(bias_ptr + N + cols, mask=mask, other=0.0)
+    elif ADDED:
+        # Of the chain's middle it is what this program itself stored.
+        other = gl.load(end.residual + cols, mask=mask, other=0.0, cache_modifier=".cg")
+        more = gl.load(end.norm_weight + cols, mask=mask, other=0.0)
+    return scale, bias, other, more
+
+
+@gluon.jit
 def _linear(
-    weights, xs, full, empty, step, x_ptr, end, scales_ptr, bias_ptr, squares_ptr, eps,
+    weights, xs, full, empty, step, count_ptr, count, x_ptr, end, scales_ptr, bias_ptr,
+    squares_ptr, eps,
     INDEX: gl.constexpr, K: gl.constexpr, N: gl.constexpr, SQUARES: gl.constexpr,
     NUM_STEPS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The linear number INDEX of the chain, of N columns; of what follows, see :class:`Added`.
 
-    With SQUARES, x lacks an RMSNorm's division by those. Returned is the next step's number.
+    All but the first begin with a meeting. With SQUARES, x lacks an RMSNorm's division by those.
+    Returned is the next step's number.
     """
     QUADS: gl.constexpr = K // (_QUARTERS * 128)
     GATED: gl.constexpr = HALVES[INDEX] == 2
+    ADDED: gl.constexpr = INDEX % 2 == 0
     COLS: gl.constexpr = _ROWS // HALVES[INDEX]
     TILES: gl.constexpr = (N - 1) // COLS + 1
     ELEMENT: gl.constexpr = end.out.dtype.element_ty
-    WARPS: gl.constexpr = gl.num_warps()
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 2 * _QUARTERS, 32])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, 2 * _X_ROWS, 32])
     # A thread has both a gate's product and its up's.
-    BOTH: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [WARPS, 1], [1, 0])
+    BOTH: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [_WARPS, 1], [1, 0])
     OUT: gl.constexpr = gl.SliceLayout(1, BOTH)
+    if INDEX:
+        arrive(count_ptr)
+    # For the first tile: behind the arrival, which waits for what was asked for before it.
+    asked = _ask_end(end, scales_ptr, bias_ptr, gl.program_id(0), N, COLS, GATED, ADDED, OUT)
+    if INDEX:
+        # Some programs may have come to the first meeting when it was read, but not all.
+        programs = gl.num_programs(0)
+        await_others(count_ptr, count - count % programs + INDEX * programs)
     squares = 0.0
     if SQUARES:
-        FLAT: gl.constexpr = gl.BlockedLayout([2], [32], [WARPS], [0])
+        FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPS], [0])
         places = gl.arange(0, triton.next_power_of_2(SQUARES), FLAT)
         squares = gl.load(
             squares_ptr + places, mask=places < SQUARES, other=0.0, cache_modifier=".cg"
@@ -251,20 +317,11 @@ def _linear(
     for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
         cols = tile * COLS + gl.arange(0, COLS, OUT)
         mask = cols < N
-        scale = gl.load(scales_ptr + cols, mask=mask, other=0.0)
-        bias = ask(bias_ptr, cols, N)
-        up_scale = scale
-        up_bias = bias
-        residual = scale
-        weight = scale
-        if GATED:
-            up_scale = gl.load(scales_ptr + N + cols, mask=mask, other=0.0)
-            if bias_ptr is not None:
-                up_bias = ask(bias_ptr + N, cols, N)
-        elif not SQUARES:
-            residual = gl.load(end.residual + cols, mask=mask, other=0.0, cache_modifier=".cg")
-            weight = ask(end.norm_weight, cols, N) + end.OFFSET
-        acc = gl.zeros([64, 2 * _QUARTERS], gl.float32, ACC)
+        # While others read weights this takes longer than the products of a tile.
+        following = _ask_end(
+            end, scales_ptr, bias_ptr, tile + gl.num_programs(0), N, COLS, GATED, ADDED, OUT
+        )
+        acc = gl.zeros([2 * 64, 2 * _X_ROWS], gl.float32, ACC)
         for of_tile in range(NUM_STEPS[INDEX]):
             slot = step % STAGES
             mbarrier.wait(full.index(slot), step // STAGES & 1)
@@ -273,23 +330,28 @@ def _linear(
             mbarrier.arrive(empty.index(slot))
             step += 1
         products = _own_products(acc)
+        scale, bias, other, more = asked
+        asked = following
+        bias = bias.to(gl.float32)
+        more = more.to(gl.float32)
         if GATED:
-            both = gl.sum(products.reshape([_QUARTERS, 2, COLS]), 0).permute((1, 0))
+            both = gl.sum(products.reshape([2 * _QUARTERS, 2, COLS]), 0).permute((1, 0))
             gate, up = gl.convert_layout(both, BOTH).split()
             gate = rounded(gate * scale * factor + bias, ELEMENT)
-            up = rounded(up * up_scale * factor + up_bias, ELEMENT)
+            up = rounded(up * other * factor + more, ELEMENT)
             gl.store(end.out + cols, (activated(gate, "silu") * up).to(ELEMENT), mask=mask)
         else:
-            found = gl.convert_layout(gl.sum(products.reshape([_QUARTERS, COLS]), 0), OUT)
+            found = gl.convert_layout(gl.sum(products.reshape([2 * _QUARTERS, COLS]), 0), OUT)
             found = found * scale * factor + bias
-            if SQUARES:
-                gl.store(end.out + cols, found.to(ELEMENT), mask=mask)
-            else:
-                total = (rounded(found, ELEMENT) + residual.to(gl.float32)).to(ELEMENT)
+            if ADDED:
+                total = (rounded(found, ELEMENT) + other.to(gl.float32)).to(ELEMENT)
                 gl.store(end.total + cols, total, mask=mask)
                 total = total.to(gl.float32)
                 gl.store(end.squares + tile, gl.sum(gl.where(mask, total * total, 0.0), 0))
-                gl.store(end.out + cols, (total * weight).to(ELEMENT), mask=mask)
+                weighed = total * (more + end.OFFSET)
+                gl.store(end.out + cols, weighed.to(ELEMENT), mask=mask)
+            else:
+                gl.store(end.out + cols, found.to(ELEMENT), mask=mask)
     return step
 
 
@@ -301,32 +363,28 @@ def _multiply_all(
     STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The warps that multiply: all of the chain but its loads of weights."""
-    programs = gl.num_programs(0)
     wait(PDL)
     count = gl.load(count_ptr, volatile=True)
-    step = programs * 0
+    step = gl.program_id(0) * 0
     step = _linear(
-        weights, xs, full, empty, step, x_ptr, o_end, scales[0], biases[0], None, 0.0, 0, KS[0],
-        NS[0], 0, NUM_STEPS, HALVES, STAGES,
+        weights, xs, full, empty, step, count_ptr, count, x_ptr, o_end, scales[0], biases[0], None,
+        0.0, 0, KS[0], NS[0], 0, NUM_STEPS, HALVES, STAGES,
     )  # fmt: skip
-    # Some programs may have come to the first meeting already, but not all.
-    count = count - count % programs + programs
-    join_programs(count_ptr, count)
     MIDDLE_SQUARES: gl.constexpr = (NS[0] - 1) // _ROWS + 1
     step = _linear(
-        weights, xs, full, empty, step, o_end.out, gate_up_end, scales[1], biases[1],
-        o_end.squares, middle_eps, 1, KS[1], NS[1], MIDDLE_SQUARES, NUM_STEPS, HALVES, STAGES,
+        weights, xs, full, empty, step, count_ptr, count, o_end.out, gate_up_end, scales[1],
+        biases[1], o_end.squares, middle_eps, 1, KS[1], NS[1], MIDDLE_SQUARES, NUM_STEPS, HALVES,
+        STAGES,
     )  # fmt: skip
-    join_programs(count_ptr, count + programs)
     step = _linear(
-        weights, xs, full, empty, step, gate_up_end.out, down_end, scales[2], biases[2], None, 0.0,
-        2, KS[2], NS[2], 0, NUM_STEPS, HALVES, STAGES,
+        weights, xs, full, empty, step, count_ptr, count, gate_up_end.out, down_end, scales[2],
+        biases[2], None, 0.0, 2, KS[2], NS[2], 0, NUM_STEPS, HALVES, STAGES,
     )  # fmt: skip
-    join_programs(count_ptr, count + 2 * programs)
     END_SQUARES: gl.constexpr = (NS[2] - 1) // _ROWS + 1
     _linear(
-        weights, xs, full, empty, step, down_end.out, qkv_end, scales[3], biases[3],
-        down_end.squares, end_eps, 3, KS[3], NS[3], END_SQUARES, NUM_STEPS, HALVES, STAGES,
+        weights, xs, full, empty, step, count_ptr, count, down_end.out, qkv_end, scales[3],
+        biases[3], down_end.squares, end_eps, 3, KS[3], NS[3], END_SQUARES, NUM_STEPS, HALVES,
+        STAGES,
     )  # fmt: skip
 
 
@@ -352,14 +410,14 @@ def _chain_kernel(
     CODE: gl.constexpr = gl.float8e4nv
     CHUNK: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
     CHUNKS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=3)
-    X_COLS: gl.constexpr = 2 * _QUARTERS
     ring = room(o_desc, STAGES)
     halves = reinterpret(
         ring, WORD, [STAGES, _CHUNKS, _QUARTERS, 2, _ROWS // 2, 64], gate_up_desc.layout
     )
-    weights = reinterpret(ring, CODE, [STAGES * _CHUNKS, 64, 128], CHUNK)
-    x = gl.allocate_shared_memory(CODE, [GROUPS, _CHUNKS, X_COLS, 128], CHUNKS_LAYOUT)
-    xs = (x, reinterpret(x, CODE, [GROUPS * _CHUNKS, X_COLS, 128], CHUNK))
+    # Two chunks, one for each group of warps.
+    weights = reinterpret(ring, CODE, [STAGES * _CHUNKS // 2, 2 * 64, 128], CHUNK)
+    x = gl.allocate_shared_memory(CODE, [GROUPS, _CHUNKS, _X_ROWS, 128], CHUNKS_LAYOUT)
+    xs = (x, reinterpret(x, CODE, [GROUPS * _CHUNKS // 2, 2 * _X_ROWS, 128], CHUNK))
     full = barriers(STAGES)
     empty = barriers(STAGES)
     gl.warp_specialize(
@@ -508,7 +566,7 @@ def chain(x: Tensor, residual: Tensor, chain: Chain) -> tuple[Tensor, Tensor]:
     ends = (o_end, gate_up_end, down_end, qkv_end)
     halves = (1, 2, 1, 1)
     groups = max(triton.cdiv(k, _STEP) for _, k in sizes)
-    shared = groups * _CHUNKS.value * 2 * _QUARTERS.value * 128
+    shared = groups * _CHUNKS.value * _X_ROWS.value * 128
     programs = num_multiprocessors(x.device)
     _chain_kernel[(programs,)](
         *(_descriptor(*each) for each in zip(weights, halves, strict=True)),
@@ -524,7 +582,7 @@ def chain(x: Tensor, residual: Tensor, chain: Chain) -> tuple[Tensor, Tensor]:
         NUM_STEPS=tuple(triton.cdiv(k, _STEP) for _, k in sizes),
         STAGES=max(2, min(_MOST_STAGES, (_MOST_SHARED - shared) // _BYTES.value)),
         GROUPS=groups,
-        num_warps=4,
+        num_warps=_WARPS.value,
         maxnreg=_MOST_REGISTERS,
         **pdl_options(x.device),
     )

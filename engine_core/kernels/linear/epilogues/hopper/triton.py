@@ -104,6 +104,36 @@ def ask_weights(
 
 
 @gluon.jit
+def _ask_squares(squares_ptr, rows, row_mask, SQUARES: gl.constexpr, OUT: gl.constexpr):
+    """The squares of rows as the linear before added them up, a sum a tile of its own."""
+    PARTS: gl.constexpr = triton.next_power_of_2(SQUARES)
+    parts = gl.arange(0, PARTS, gl.SliceLayout(0, OUT))
+    places = gl.expand_dims(rows, 1) * SQUARES + gl.expand_dims(parts, 0)
+    inside = gl.expand_dims(row_mask, 1) & gl.expand_dims(parts < SQUARES, 0)
+    return gl.load(squares_ptr + places, mask=inside, other=0.0)
+
+
+@gluon.jit
+def _inverse_of(squares, K, eps):
+    """One by the root of the mean square of each row."""
+    return 1.0 / gl.sqrt(gl.sum(squares, axis=1) / K + eps)
+
+
+@gluon.jit
+def ask_inverse(
+    squares_ptr, eps, first_row, num_rows, N, K, SHAPE: gl.constexpr, SQUARES: gl.constexpr,
+):  # fmt: skip
+    """The factors ``[BLOCK_M]`` that :func:`finish` finds if SQUARES, before there are products.
+
+    A thread has but a few of them, so that they may wait in registers.
+    """
+    OUT: gl.constexpr = out_layout(SHAPE[0], SHAPE[1], gl.num_warps(), False)
+    rows, row_mask, _cols = _places(first_row, num_rows, 0, N, SHAPE, 0)
+    squares = _ask_squares(squares_ptr, rows, row_mask, SQUARES, OUT)
+    return _inverse_of(squares, K, eps)
+
+
+@gluon.jit
 def ask_rows(
     epilogue, squares_ptr, first_row, num_rows, tile, N, SHAPE: gl.constexpr, KIND: gl.constexpr,
     SQUARES: gl.constexpr, HEAD_DIM: gl.constexpr,
@@ -113,11 +143,7 @@ def ask_rows(
     rows, row_mask, cols = _places(first_row, num_rows, tile, N, SHAPE, HEAD_DIM)
     squares = 0.0
     if SQUARES:
-        PARTS: gl.constexpr = triton.next_power_of_2(SQUARES)
-        parts = gl.arange(0, PARTS, gl.SliceLayout(0, OUT))
-        places = gl.expand_dims(rows, 1) * SQUARES + gl.expand_dims(parts, 0)
-        inside = gl.expand_dims(row_mask, 1) & gl.expand_dims(parts < SQUARES, 0)
-        squares = gl.load(squares_ptr + places, mask=inside, other=0.0)
+        squares = _ask_squares(squares_ptr, rows, row_mask, SQUARES, OUT)
     first = 0.0
     second = 0.0
     third = 0.0
@@ -231,7 +257,7 @@ def finish(
     bias, up_bias, weight = weights
     squares, first, second, third = asked
     if SQUARES:
-        inverse = gl.expand_dims(1.0 / gl.sqrt(gl.sum(squares, axis=1) / K + eps), 1)
+        inverse = gl.expand_dims(_inverse_of(squares, K, eps), 1)
         total *= inverse
         if epilogue.GATED:
             up *= inverse

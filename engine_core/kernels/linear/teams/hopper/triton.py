@@ -42,6 +42,7 @@ from engine_core.kernels.linear.boxes.hopper.triton import (
 )
 from engine_core.kernels.linear.epilogues.hopper.triton import (
     Launch,
+    ask_inverse,
     conclude,
     rows_of_program,
     takes_rows,
@@ -60,7 +61,7 @@ _WORDS = gl.constexpr(64)
 # Registers of a thread of the warp that loads, and of a team's, by teams and what a program's
 # threads may have on average. ptxas waits for each product if a team's are too few.
 _LOADS = gl.constexpr(32)
-_REGISTERS = {(2, 0): 208, (2, 80): 104, (4, 0): 112}
+_REGISTERS = {(2, 0): 208, (2, 80): 104, (2, 88): 112, (4, 0): 112}
 
 
 @gluon.constexpr_function
@@ -217,6 +218,15 @@ def _multiply(
     OF_ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     total = gl.zeros([_ROWS, BLOCK_M], gl.float32, ACC)
     nothing = total
+    # A division that the norm before left is asked for beside the first tiles, not behind the last.
+    # Of more rows it takes registers that are spilt then.
+    DIVIDES: gl.constexpr = SQUARES > 0 and SPLITS == 1 and BLOCK_M <= 32
+    inverse = 1.0
+    if DIVIDES:
+        wait(PDL)
+        inverse = ask_inverse(
+            squares_ptr, eps, block * BLOCK_M, num_rows, N, K, (BLOCK_M, BLOCK_N), SQUARES
+        )
     stage = 0
     phase = 0
     for _step in range(low, high):
@@ -261,6 +271,8 @@ def _multiply(
             stage = 0
             phase ^= 1
     total *= FACTOR
+    if DIVIDES:
+        total *= gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(0, ACC)), 0)
     if epilogue.LATE:
         launch_dependents(PDL)
     # What follows reads what the kernels before wrote.
@@ -276,7 +288,8 @@ def _multiply(
             up = of_up.reshape([_ROWS // 2, BLOCK_M])
         conclude(
             epilogue, result, up, bias_ptr, squares_ptr, partial_ptr, arrivals_ptr, eps, unit,
-            split, block, num_rows, N, K, SPLITS, BLOCK_M, BLOCK_N, KIND, SQUARES, HEAD_DIM, units,
+            split, block, num_rows, N, K, SPLITS, BLOCK_M, BLOCK_N, KIND,
+            0 if DIVIDES else SQUARES, HEAD_DIM, units,
         )  # fmt: skip
 
 

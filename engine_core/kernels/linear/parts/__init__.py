@@ -1,0 +1,1 @@
+"""Linears of many rows over parts of K, whose sums are left to the norm that follows."""

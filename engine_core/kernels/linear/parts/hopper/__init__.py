@@ -1,0 +1,1 @@
+"""Linears over parts of K for Hopper GPUs."""
