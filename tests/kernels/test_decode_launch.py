@@ -64,17 +64,27 @@ def test_as_many_programs_as_have_room_are_bounded_in_registers(
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rows_have_room_for_splits(shape: tuple[int, int, int]) -> None:
-    """Few rows for half as many as the device holds at a time, some for all, many for none."""
+    """Few rows for half as many as the device holds at a time, some for all, and many for a few."""
     heads, kv_heads, _ = shape
     for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 1000):
         cut = launch(rows, *shape)
         programs = rows * kv_heads * -(-heads // kv_heads // cut.block_g)
+        few = rows + min(rows // 2, 64)
         if programs <= H200:
-            assert cut.items == max(rows, int(cut.held / 2))
+            assert cut.items == max(few, int(cut.held / 2))
         elif rows <= cut.held:
-            assert cut.items >= max(int(cut.held), rows * 3 // 2)
+            assert cut.items == max(rows * 3 // 2, int(cut.held))
         else:
-            assert cut.items == rows
+            assert cut.items == few
+
+
+def test_wide_rows_have_room_for_splits() -> None:
+    """Of latent vectors, of which a multiprocessor attends to 64 heads at a time."""
+    tile = decode.Tile(32, 8, 2)
+    for rows in (33, 40, 64, 66, 67, 200):
+        cut = decode.cut(tile, rows, 128, 1, 512, 512, (576, 0), 2, H200, 64)
+        assert round(cut.held) == 66
+        assert cut.items >= min(rows * 3 // 2, rows + 64)
 
 
 def test_costs_are_of_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
