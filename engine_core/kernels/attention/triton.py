@@ -559,7 +559,7 @@ def plan_splits(
         BLOCK_N=cut.block_n,
         ITEM=ITEM,
         CROP=window is not None,
-        num_warps=4 if block_rows <= 256 else 8,
+        num_warps=min(32, max(4, block_rows // 64)),
         **pdl_options(kv_lens.device),
     )
     memo[key] = items
