@@ -72,6 +72,7 @@ def test_rows_have_room_for_splits(shape: tuple[int, int, int]) -> None:
         few = rows + min(rows // 2, 64)
         if programs <= H200:
             assert cut.items == max(few, int(cut.held / 2))
+            assert launch(rows, *shape, 4).items * programs >= 0.9 * rows * H200
         elif rows <= cut.held:
             assert cut.items == max(rows * 3 // 2, int(cut.held))
         else:
@@ -85,6 +86,8 @@ def test_wide_rows_have_room_for_splits() -> None:
         cut = decode.cut(tile, rows, 128, 1, 512, 512, (576, 0), 2, H200, 64)
         assert round(cut.held) == 66
         assert cut.items >= min(rows * 3 // 2, rows + 64)
+    # A program for each multiprocessor, which has room for no more.
+    assert decode.cut(tile, 1, 128, 1, 512, 512, (576, 0), 2, H200, 64).items == 66
 
 
 def test_costs_are_of_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

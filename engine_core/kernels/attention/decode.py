@@ -204,12 +204,13 @@ def cut(
     head_tiles = kv_heads * -(-group_size // block_g)
     held = resident * multiprocessors / head_tiles
     # Programs that find no split take time, so that there are few: half of those that are attended
-    # to at a time where unsplit rows are no more than a program for each multiprocessor, and all of
-    # those where all rows are. However many rows there are, a few of them may be much longer than
-    # the others, which would end long before: 1 of 100,000 tokens beside 200 of 300.
+    # to at a time where unsplit rows are no more than a program for each multiprocessor, though one
+    # for each, and all of those where rows alone are more. However many rows there are, a few of
+    # them may be much longer than the others, which would end long before: 1 of 100,000 tokens
+    # beside 200 of 300.
     items = num_rows + min(num_rows // 2, MAX_SPLITS)
     if num_rows * head_tiles <= multiprocessors:
-        items = max(items, int(held / 2))
+        items = max(items, int(held / 2), multiprocessors // head_tiles)
     elif num_rows <= held:
         items = max(int(held), num_rows * 3 // 2)
     kilobytes = tile.block_n * sum(columns) * number_bytes / 1024
