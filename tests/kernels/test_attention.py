@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import TOLERANCE, Paged, error, make_paged
-from random_examples import pairwise
+from random_examples import examples, pairwise
 from torch import Tensor
 
 from engine_core.kernels import paged_attention, store_kv
@@ -393,11 +393,13 @@ def test_kernel_merges_splits_in_rounds(
         assert error(launch(paged, 0.125, **options), expected) < 1e-5
 
 
-def planned(device: str, lengths: list[int], window: int | None, **changed: Any) -> list[list[int]]:
-    """Items of a plan for 32 heads of 128 with 8 KV heads, on a device of 132 multiprocessors."""
+def planned(
+    device: str, lengths: list[int], window: int | None, group_size: int = 4, **changed: Any
+) -> list[list[int]]:
+    """Items of a plan for heads of 128 with 8 KV heads, on a device of 132 multiprocessors."""
     from engine_core.kernels.attention import decode, triton
 
-    cut = decode.launch(len(lengths), 4, 8, 128, 128, 2, 132)._replace(**changed)
+    cut = decode.launch(len(lengths), group_size, 8, 128, 128, 2, 132)._replace(**changed)
     kv_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     items, _ = triton.plan_splits(kv_lens, len(lengths), 1 << 17, window, cut, {})
     return [item for item in items.tolist() if item[0] >= 0]
@@ -460,14 +462,16 @@ def test_a_plan_takes_what_its_costs_say(launch_device: str) -> None:
     from engine_core.kernels.attention import decode
 
     draw = random.Random(7)
-    for _ in range(12):
+    for _ in range(examples(600)):
         longest = draw.choice([100, 1000, 10000, 100000])
-        lengths = [draw.randint(longest // 5, longest) for _ in range(draw.choice([1, 4, 30, 250]))]
+        rows = draw.choice([1, 4, 15, 30, 60, 90, 110, 250])
+        lengths = [draw.randint(longest // 5, longest) for _ in range(rows)]
         lengths[0] *= draw.choice([1, 20])
         tiles = [-(-length // 32) for length in lengths]
-        cut = decode.launch(len(lengths), 4, 8, 128, 128, 2, 132)
+        group_size = draw.choice([4, 16])
+        cut = decode.launch(rows, group_size, 8, 128, 128, 2, 132)
         expected = plan(tiles, chosen_pieces(tiles, cut))
-        items = planned(launch_device, lengths, None)
+        items = planned(launch_device, lengths, None, group_size)
         assert (len(items), max(item[4] for item in items)) == (expected.count, expected.splits)
 
 
