@@ -9,7 +9,6 @@ causal prefill on Hopper takes the kernel of ``hopper``.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from engine_core.kernels.attention.tiles.triton import (
 from engine_core.kernels.attention.turned import triton as turned
 from engine_core.kernels.attention.unpack import triton as unpack
 from engine_core.kernels.codes.triton import log2_of
+from engine_core.kernels.gpu import gpu_of
 from engine_core.kernels.launch.gluon import runs_gluon
 from engine_core.kernels.launch.quick import Quick, is_quick
 from engine_core.kernels.launch.triton import (
@@ -509,14 +509,6 @@ def _prefill_left_kernel(
             )  # fmt: skip
 
 
-@functools.cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory of a multiprocessor."""
-    if device.type != "cuda":
-        return 228 * 1024
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
-
-
 def plan_splits(
     kv_lens: Tensor,
     num_rows: int,
@@ -693,7 +685,8 @@ def paged_attention(call: Call) -> None:
                 num_done = num_fitting
         pairs = call.max_query_len * group_size
         # 128 x 64 tiles of 256 dimensions take 192 KiB of shared memory, of 128 dimensions 96.
-        small = wide and _shared_memory(q.device) < 200 * 1024
+        gpu = gpu_of(q.device)
+        small = wide and (q.is_cuda if gpu is None else gpu.shared_memory < 200 * 1024)
         block_m, block_n = (64, 32) if small else (128, 64)
         if float32:
             block_m, block_n = 32, 16 if wide else 32
