@@ -485,10 +485,13 @@ def test_kernel_splits_of_one_long_row_among_short_ones(
 
 
 def test_kernel_layers_share_what_they_find_out_of_a_step(launch_device: str) -> None:
-    """Layers of a step have caches, and may have windows, of their own."""
+    """Layers of a step have caches, and may have windows, of their own.
+
+    The narrowest window is first: by its plan the others would miss tokens.
+    """
     rows = [(1, 20)] * 7 + [(1, 900), (1, 0), (1, 65)]
     memo: dict[Any, Any] = {}
-    for options in ({}, {"window": 100}, {}, {"window": 300}, {"window": 100}):
+    for options in ({"window": 100}, {"window": 300}, {}, {"window": 100}, {}):
         paged = make_paged(rows, device=launch_device)
         expected = attend_by_reference(paged, 0.125, **options)
         assert error(launch(paged, 0.125, memo=memo, **options), expected) < 1e-5
