@@ -129,7 +129,8 @@ def test_wide_heads_are_rehearsed(tmp_path: Path) -> None:
     model = write(tmp_path / "wide", {}, **config)
     (found,) = rehearsals(tmp_path / "cache", f"{model}=bfloat16")
     assert found["counts"]["_prefill_kernel"] > 0
-    assert found["counts"]["_decode_kernel"] > 0
+    # Three programs of two warps leave more than a thread can have.
+    assert found["registers"]["_decode_kernel"] == 255
 
 
 def test_quick_steps_of_all_sizes_are_compiled_ahead(tmp_path: Path) -> None:

@@ -62,6 +62,14 @@ def test_as_many_programs_as_have_room_are_bounded_in_registers(
             assert programs * 32 * cut.num_warps * cut.registers <= REGISTERS
 
 
+def test_the_bound_leaves_what_a_loop_needs() -> None:
+    """By what Triton 3.6 takes for these without one, if it is not to ask late for a block."""
+    assert launch(1, 16, 8, 64).registers >= 180
+    assert launch(1, 40, 8, 128).registers >= 252
+    # 64 heads to a program are merged with more than their loop takes.
+    assert launch(1, 71, 1, 64).registers == 0
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rows_have_room_for_splits(shape: tuple[int, int, int]) -> None:
     """Few rows for half as many as the device holds at a time, some for all, and many for a few."""
