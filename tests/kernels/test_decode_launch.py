@@ -65,7 +65,10 @@ def test_as_many_programs_as_have_room_are_bounded_in_registers(
 def test_the_bound_leaves_what_a_loop_needs() -> None:
     """By what Triton 3.6 takes for these without one, if it is not to ask late for a block."""
     assert launch(1, 16, 8, 64).registers >= 180
-    assert launch(1, 40, 8, 128).registers >= 252
+    cut = launch(1, 40, 8, 128)
+    assert cut.registers >= 252
+    # As many of them hold splits while these are merged as leave half for all else.
+    assert cut.merged_splits * cut.merged_heads * 128 == 128 * 32 * cut.num_warps
     # 64 heads to a program are merged with more than their loop takes.
     assert launch(1, 71, 1, 64).registers == 0
 
@@ -103,6 +106,17 @@ def test_costs_are_of_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "H200", decode.Costs(bandwidth=4.2e6))
     assert launch(1, 32, 8, 128).read_us == pytest.approx(32 * 8 * 256 * 2 / 4.2e6)
     assert launch(1, 32, 8, 128, 1).read_us == pytest.approx(32 * 8 * 256 / 4.2e6)
+    # A warp works on a tile for longer than it waits, unless but one tile is in flight.
+    costs = decode.H200
+    assert launch(1, 32, 8, 128).tile_us == pytest.approx(costs.tile + 16 * costs.kilobyte)
+    assert launch(200, 14, 2, 64).tile_us == costs.latency
+    work = costs.tile + 8 * costs.kilobyte + costs.code
+    assert launch(1, 32, 8, 128, 1).tile_us == pytest.approx(work)
+    # As rows, by four warps, which exchange: 16 heads of a KV head of 256.
+    work = costs.tile + 16 / 4 * costs.kilobyte + costs.exchange + costs.rows + costs.code
+    assert launch(1, 16, 1, 256, 1).tile_us == pytest.approx(work)
+    # A warp merges 8 of 16 heads of 128 at a time.
+    assert (launch(1, 32, 8, 128).turns, launch(1, 128, 8, 128).turns) == (1, 2)
     # Of heads of 80 numbers 16 more than 64 are read, and not 64 more.
     cut = decode.launch(1, 1, 32, 128, 128, 2, H200, (16, 16))
     assert cut.read_us == pytest.approx(32 * 32 * 160 * 2 / 4.2e6)
