@@ -40,7 +40,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.decode_space import MERGED, Heads, merging, resident, splits_of, tiles
+from benchmarks.decode_space import PIECES, Heads, Plan, chosen_pieces, cut_by, plan, tiles
 from engine_core.kernels.attention import decode
 from engine_core.kernels.attention.call import Call
 from engine_core.kernels.codes import CODE_TOPS, SCALE_BYTES, cache_parts
@@ -54,13 +54,12 @@ MODELS = [
 ]  # fmt: skip
 ROWS = (1, 2, 3, 4, 8, 16, 24, 32, 64, 100, 128, 200, 256)
 TOKENS = (1, 30, 100, 300, 700, 1030, 2000, 4000, 15000, 30000, 60000, 128000)
-SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-# Tokens of a split at least.
-SHORTEST = 64
 BLOCK = 64
 # What a captured step is told of its longest row.
 LONGEST = 131072
 MULTIPROCESSORS = 132
+# Programs of a multiprocessor that splits make at most.
+MOST_PROGRAMS = 16
 # Bytes of a layer's keys and values at most, of all layers of a point, and what fills the L2 cache.
 MOST_BYTES, ALL_BYTES, FLUSHED = 1.6e9, 1.6e9, 128 << 20
 MICROSECONDS_PER_BYTE = 1 / 4.28e6
@@ -173,36 +172,48 @@ def drawn_points(models: list[Model], count: int, seed: int) -> list[Point]:
 
 def chosen(point: Point) -> decode.Launch:
     """The engine's choice."""
-    wide = max(point.model.shape.widths)
+    heads = point.model.shape
     return decode.launch(
-        point.rows, point.model.shape.group_size, point.model.kv_heads, wide, wide,
-        point.model.shape.bytes, MULTIPROCESSORS, point.model.shape.in_parts,
+        point.rows, heads.group_size, heads.kv_heads, max(heads.widths), heads.widths[1],
+        heads.bytes, MULTIPROCESSORS, heads.rests,
     )  # fmt: skip
+
+
+def tiles_of(point: Point, block_n: int) -> list[int]:
+    """Tiles of each row, the part of one before the window included."""
+    window = point.model.window or LONGEST
+    return [-(-(n - max(0, n - window) // block_n * block_n) // block_n) for n in point.lengths]
+
+
+def plan_of(point: Point, launch: decode.Launch) -> Plan:
+    """The plan that a step makes of the point."""
+    rows = tiles_of(point, launch.block_n)
+    pieces = launch.pieces or chosen_pieces(rows, launch)
+    return plan(rows, pieces)
 
 
 def space(point: Point) -> Iterator[decode.Launch]:
     """All ways to cut the point that are worth a try."""
-    heads, rows = point.model.shape, point.rows
-    for splits in SPLITS:
-        programs = rows * heads.programs * splits
-        too_short = point.seen <= (splits - 1) * SHORTEST
-        if splits > 1 and (too_short or programs > MULTIPROCESSORS * 16):
-            break
-        more = min(splits * 4, 64)
-        if programs * 4 <= MULTIPROCESSORS and point.seen >= more * SHORTEST and more > splits:
-            continue
-        wanted = [rows * splits] if splits > 1 else [decode.stretch(rows, max(heads.widths))]
-        for tile in tiles(heads):
-            if not resident(heads, tile):
+    heads = point.model.shape
+    for tile in tiles(heads):
+        rows, made = tiles_of(point, tile.block_n), set()
+        launch = cut_by(heads, point.rows, tile, MULTIPROCESSORS)
+        for pieces in PIECES:
+            planned = plan(rows, pieces)
+            programs = planned.count * heads.programs
+            if planned in made or (made and programs > MOST_PROGRAMS * MULTIPROCESSORS):
                 continue
-            for merged in dict.fromkeys(merging(splits, heads, tile, held) for held in MERGED):
-                for each in wanted:
-                    yield decode.Launch(heads.block_g, *tile, each, SHORTEST, *merged)
+            # Where a quarter of the multiprocessors would be at work more pieces are better.
+            few = 4 * programs <= MULTIPROCESSORS and max(rows) * tile.block_n >= 64 * pieces
+            if few and pieces < 4 * decode.MAX_SPLITS:
+                continue
+            made.add(planned)
+            yield launch._replace(pieces=pieces, items=planned.count)
 
 
-def compiled_for(cut: decode.Launch) -> decode.Launch:
+def compiled_for(launch: decode.Launch) -> decode.Launch:
     """The launch with what its kernel is not compiled for left out."""
-    return cut._replace(wanted=1, min_split=SHORTEST, uneven=0)
+    return launch._replace(pieces=0, items=1, held=1.0, turns=1, tile_us=1.0, read_us=1.0)
 
 
 def ways(point: Point) -> list[decode.Launch]:
@@ -349,7 +360,7 @@ def compile_one(model: Model, cut: decode.Launch, rows: int) -> Compiled:
         point = Point(model, rows, 100, False)
         size = rows * BLOCK * model.token_bytes
         pools = (filled(model.dtype, size, "cuda"), filled(model.dtype, size, "cuda"))
-        Layers(point, pools, "cuda").run(cut._replace(wanted=2 * rows), {}, 1)
+        Layers(point, pools, "cuda").run(cut._replace(pieces=8, items=2 * rows), {}, 1)
         torch.cuda.synchronize()
         kernel = list(attention._decode_kernel.device_caches[0][0].values())[-1]
         return Compiled(time.perf_counter() - begin, kernel.n_regs, kernel.metadata.shared, "")
@@ -372,11 +383,12 @@ def compile_all(points: list[Point], seconds: float) -> dict[Kernel, Compiled]:
     for point in points:
         for cut in ways(point):
             kernel = point.model, compiled_for(cut)
-            plan = max(64, decode.power_of_2(point.rows)), cut.block_n, point.model.window is None
+            rows = max(64, decode.power_of_2(point.rows))
+            planned = rows, cut.block_n, point.model.window is None
             # The plan's kernel is for a power of 2 of rows: some kernel is compiled with it.
-            wanted.setdefault(kernel, point.rows if plan not in plans else 2)
+            wanted.setdefault(kernel, point.rows if planned not in plans else 2)
             if wanted[kernel] == point.rows:
-                plans.add(plan)
+                plans.add(planned)
     made: dict[Kernel, Compiled] = {}
     pool = ProcessPoolExecutor(
         max(1, (len(os.sched_getaffinity(0)) - 1)), mp_context=multiprocessing.get_context("fork")
@@ -459,32 +471,22 @@ class Judged(NamedTuple):
     best_us: float
 
 
-def effective(point: Point, cut: decode.Launch) -> int:
-    """Splits of a row of the mean length."""
-    wanted = cut.uneven or cut.wanted if point.unequal else cut.wanted
-    if wanted <= point.rows:
-        return 1
-    return splits_of(point.rows, point.seen, wanted, cut.min_split)
-
-
-def time_of(point: Point, cut: decode.Launch, times: dict[decode.Launch, float]) -> float | None:
-    """Time of a choice, by what is between numbers of splits that were timed; None: unknown."""
-    if cut in times:
-        return times[cut]
-    alike = [each for each in times if each[1:4] == cut[1:4]]
-    # Of two ways to merge as many splits that with fewer registers.
-    alike.sort(key=lambda each: each.merged_splits * each.merged_heads, reverse=True)
-    near = {effective(point, each): times[each] for each in alike}
-    splits = effective(point, cut)
-    if splits in near:
-        return near[splits]
-    low = max((n for n in near if n < splits), default=0)
-    high = min((n for n in near if n > splits), default=0)
-    if not low or not high:
+def time_of(point: Point, launch: decode.Launch, times: dict[decode.Launch, float]) -> float | None:
+    """Time of a choice, by what is between plans that were timed; None: unknown."""
+    if launch in times:
+        return times[launch]
+    planned = plan_of(point, launch)
+    near = {plan_of(point, each): us for each, us in times.items() if each[1:4] == launch[1:4]}
+    if planned in near:
+        return near[planned]
+    low = max((each for each in near if each.count < planned.count), default=None)
+    high = min((each for each in near if each.count > planned.count), default=None)
+    if low is None or high is None:
         # Beyond those that were timed, but near enough.
         only = low or high
-        return near[only] if only and abs(math.log(splits / only)) < _NEAR else None
-    part = math.log(splits / low) / math.log(high / low)
+        near_enough = only and abs(math.log(planned.count / only.count)) < _NEAR
+        return near[only] if only and near_enough else None
+    part = math.log(planned.count / low.count) / math.log(high.count / low.count)
     return near[low] * (1 - part) + near[high] * part
 
 

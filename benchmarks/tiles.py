@@ -8,11 +8,12 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
 - ``4096x14336=128,128,4,wx,8,4,256``: the tile of linears with a weight ``[N, K]`` as it is stored
   (a gate and up's has both), the fields of ``kernels.linear.tiles.Tile`` in their order; 0 for
   what is done without a tile.
-- ``attention=64,2,3,2``: the fields of ``kernels.attention.decode._Tile`` in their order.
+- ``attention=64,2,3``: the fields of ``kernels.attention.decode.Tile`` in their order.
+- ``pieces=8``: so many quarters of a split has attention's longest row.
+- ``begin=2.5``, ``split=1.7``, ``turn=0.6``: those fields of ``kernels.attention.decode.Costs``.
 - ``experts=32,64,128,4,3``: the tile of experts whose pairs are grouped, as ``_tiles`` of
   ``kernels.experts.triton`` gives it.
 - ``gate=4,512,5``, ``down=2,4096,4``: ``GATE_TILE`` and ``DOWN_TILE`` of ``kernels.experts.few``.
-- ``stretch=1.1``: how many times the mean a row is as long that is split where splits are rare.
 - ``deferred=64``: the norms of more tokens divide, whatever the linears around them.
 - ``4096x14336.prefetch=8192``: that field of the tile that such linears have.
 - ``prefetch=4``: all tiles fetch so many times as much of the weight before they wait.
@@ -112,9 +113,17 @@ def settings(text: str) -> Iterator[None]:
             key, _, values = setting.partition("=")
             key, _, field = key.partition(".")
             n, _, k = key.partition("x")
-            if key == "stretch":
-                for name in ("_STRETCH", "_NARROW_STRETCH"):
-                    stack.enter_context(patch.object(attention, name, float(values)))
+            if key in attention.Costs._fields:
+                costs = attention.H200._replace(**{key: float(values)})
+                stack.enter_context(patch.object(attention, "H200", costs))
+            elif key == "pieces":
+                launch: Callable[..., Any] = attention.launch
+
+                def cut(*given: Any, launch: Callable[..., Any] = launch, n: str = values) -> Any:
+                    items = given[0] * attention.MAX_SPLITS
+                    return launch(*given)._replace(pieces=int(n), items=items)
+
+                stack.enter_context(patch.object(attention, "launch", cut))
             elif key == "deferred":
                 most = int(values)
                 stack.enter_context(
@@ -135,8 +144,8 @@ def settings(text: str) -> Iterator[None]:
                 tile = tuple(fields(values))
                 stack.enter_context(patch.object(few, f"{key.upper()}_TILE", tile))
             elif key == "attention":
-                tile = attention._Tile(*fields(values))
-                stack.enter_context(patch.object(attention, "_tile", lambda *_, t=tile: t))
+                tile = attention.Tile(*fields(values))
+                stack.enter_context(patch.object(attention, "tile_of", lambda *_, t=tile: t))
             elif key == "few":
                 for name in ("MOST_FP8_ROWS", "MOST_LARGE_ROWS"):
                     stack.enter_context(patch.object(linear, name, int(values)))
@@ -196,7 +205,7 @@ def settings(text: str) -> Iterator[None]:
                     )
                 )
             elif key == "turned" and values == "0":
-                launch: Callable[..., Any] = attention.launch
+                launch = attention.launch
 
                 def as_rows(*given: Any, launch: Callable[..., Any] = launch) -> Any:
                     cut = launch(*given)

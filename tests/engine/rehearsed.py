@@ -2,10 +2,11 @@
 
 Run by itself with folders of models, since Triton's interpreter takes the compiler's place in the
 other tests. A type, a number of ranks and a quantisation may follow a folder, each after a "=". For
-each it prints a line of JSON: the kernels of each step, how many variants each has, how soon each
-is needed, which an engine cannot load before they are launched, which that choose randomly by
-logits are others than those of a step of as many rows, and whether the same variants are launched
-if all layers are run, not just those that differ.
+each it prints a line of JSON: the kernels of each step, how many variants each has, how many
+registers a thread of each may have where that is bounded, how soon each is needed, which an engine
+cannot load before they are launched, which that choose randomly by logits are others than those of
+a step of as many rows, and whether the same variants are launched if all layers are run, not just
+those that differ.
 """
 
 from __future__ import annotations
@@ -51,7 +52,12 @@ def by_logits(task: Rehearsal, rows: int, vocab: int, dtype: torch.dtype) -> lis
 
 
 def kernels(
-    model: str, unloaded: set[str], needs: dict[str, Need], others: set[str], **settings: Any
+    model: str,
+    unloaded: set[str],
+    needs: dict[str, Need],
+    others: set[str],
+    registers: dict[str, int | None],
+    **settings: Any,
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
     names: dict[str, str] = {}
     steps: dict[str, list[str]] = {}
@@ -68,8 +74,10 @@ def kernels(
 
     def note(part: Part, need: Need) -> None:
         names[part.key] = part.name
-        if isinstance(part, Variant) and packed(part) is None:
-            unloaded.add(part.name)
+        if isinstance(part, Variant):
+            registers[part.name] = part.options.get("maxnreg")
+            if packed(part) is None:
+                unloaded.add(part.name)
         needs[part.name] = min(need, needs.get(part.name, need))
 
     source = rehearse(task, note, recorded).source
@@ -91,13 +99,15 @@ def main(models: list[str]) -> None:
         needs: dict[str, Need] = {}
         unloaded: set[str] = set()
         others: set[str] = set()
-        steps, some = kernels(name, unloaded, needs, others, **settings)
+        registers: dict[str, int | None] = {}
+        steps, some = kernels(name, unloaded, needs, others, registers, **settings)
         counts = Counter(some.values())
         kept.clear()
         Decoder.keep = lambda self, layers: kept.extend(layers)
-        _, every = kernels(name, set(), {}, set(), **settings)
+        _, every = kernels(name, set(), {}, set(), {}, **settings)
         told = {"steps": steps, "kept": kept, "same": some == every, "counts": counts}
         told["unloaded"], told["others"] = sorted(unloaded), sorted(others)
+        told["registers"] = {kernel: most for kernel, most in registers.items() if most}
         told["needs"] = {kernel: need.name for kernel, need in needs.items()}
         sys.stdout.write(json.dumps(told) + "\n")
 

@@ -122,6 +122,17 @@ def test_quantised_weights_are_rehearsed_by_what_their_tensors_say(tmp_path: Pat
     assert not {"_linear_kernel", "_numbers_kernel"} & {*plain, *unpacked}
 
 
+def test_wide_heads_are_rehearsed(tmp_path: Path) -> None:
+    """Prompts of heads of 256 with a softcap have tiles that depend on the GPU."""
+    config = json.loads((GOLDEN / "gemma2-caps" / "config.json").read_text())
+    config |= {"head_dim": 256, "max_position_embeddings": 128}
+    model = write(tmp_path / "wide", {}, **config)
+    (found,) = rehearsals(tmp_path / "cache", f"{model}=bfloat16")
+    assert found["counts"]["_prefill_kernel"] > 0
+    # Three programs of two warps leave more than a thread can have.
+    assert found["registers"]["_decode_kernel"] == 255
+
+
 def test_quick_steps_of_all_sizes_are_compiled_ahead(tmp_path: Path) -> None:
     """Weights of few bits have other kernels for some numbers of tokens than for most."""
     config = {

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Container
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from kernel_cases import TOLERANCE, Paged, error, make_paged
-from random_examples import pairwise
+from random_examples import examples, pairwise
 from torch import Tensor
 
 from engine_core.kernels import paged_attention, store_kv
@@ -377,10 +379,13 @@ def test_kernel_merges_splits_in_rounds(
 ) -> None:
     from engine_core.kernels.attention import decode
 
-    monkeypatch.setattr(decode, "MERGED_SPLITS", (2, 2))
     launch_as_chosen = decode.launch
     monkeypatch.setattr(
-        decode, "launch", lambda *given: launch_as_chosen(*given)._replace(min_split=32)
+        decode,
+        "launch",
+        lambda *given: launch_as_chosen(*given)._replace(
+            pieces=4 * 7, items=14, merged_splits=2, merged_heads=2
+        ),
     )
     paged = make_paged([(1, 200), (1, 97)], heads=6, device=launch_device)
     expected = attend_by_reference(paged, 0.125, **options)
@@ -388,39 +393,86 @@ def test_kernel_merges_splits_in_rounds(
         assert error(launch(paged, 0.125, **options), expected) < 1e-5
 
 
-def test_a_row_is_cut_for_one_turn_of_merging(launch_device: str) -> None:
-    """Where two tiles a split are enough: 16 splits of 2 tiles of 64 tokens are 2048."""
-    from engine_core.kernels.attention import triton
+def planned(
+    device: str, lengths: list[int], window: int | None, group_size: int = 4, **changed: Any
+) -> list[list[int]]:
+    """Items of a plan for heads of 128 with 8 KV heads, on a device of 132 multiprocessors."""
+    from engine_core.kernels.attention import decode, triton
 
-    splits = {}
-    for length in (0, 64, 65, 1024, 1031, 2048, 2049):
-        kv_lens = torch.tensor([length], dtype=torch.int32, device=launch_device)
-        items, _ = triton.plan_splits(kv_lens, 1, 4096, None, 33, 64, 64, {}, merged=16)
-        made = items[items[:, 0] >= 0].tolist()
-        assert [each[1] for each in made[1:]] == [each[2] for each in made[:-1]]
-        assert (made[0][1], made[-1][2]) == (0, length)
-        assert {each[4] for each in made} == {len(made)}
-        splits[length] = len(made)
-    assert splits == {0: 1, 64: 1, 65: 2, 1024: 16, 1031: 9, 2048: 16, 2049: 33}
+    cut = decode.launch(len(lengths), group_size, 8, 128, 128, 2, 132)._replace(**changed)
+    kv_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    items, _ = triton.plan_splits(kv_lens, len(lengths), 1 << 17, window, cut, {})
+    return [item for item in items.tolist() if item[0] >= 0]
 
 
-def test_rows_are_cut_otherwise_where_their_lengths_differ(launch_device: str) -> None:
-    """The longest is more than a quarter longer than the mean of those that have tokens."""
-    from engine_core.kernels.attention import triton
+@pytest.mark.parametrize("window", [None, 1000])
+@pytest.mark.parametrize("pieces", [0, 4, 6, 8, 28, 256])
+def test_splits_of_a_plan_are_whole_rows(
+    window: int | None, pieces: int, launch_device: str
+) -> None:
+    lengths = [0, 1, 31, 32, 33, 1030, 5000, 7, 40000]
+    items = planned(launch_device, lengths, window, pieces=pieces, items=9 * 64)
+    at = 0
+    for row, length in enumerate(lengths):
+        made = [item for item in items if item[0] == row]
+        assert items[at : at + len(made)] == made
+        assert {tuple(item[3:5]) for item in made} == {(at, len(made))}
+        at += len(made)
+        # The first tile that the window reaches into is there from its beginning.
+        first = max(0, length - window) // 32 * 32 if window else 0
+        assert (made[0][1], made[-1][2]) == (first, length)
+        assert [item[1] for item in made[1:]] == [item[2] for item in made[:-1]]
+        assert all(item[1] % 32 == 0 for item in made)
+        assert len(made) == 1 or all(item[2] > item[1] for item in made)
+    if pieces == 4:
+        assert len(items) == len(lengths)
 
-    def pieces(*lengths: int) -> list[int]:
-        kv_lens = torch.tensor(lengths, dtype=torch.int32, device=launch_device)
-        items, _ = triton.plan_splits(kv_lens, len(lengths), 4096, None, 2, 64, 32, {}, uneven=8)
-        made = [each for each in items.tolist() if each[0] >= 0]
-        assert [sum(b - a for r, a, b, *_ in made if r == row) for row in range(len(lengths))] == [
-            *lengths
-        ]
-        return [sum(r == row for r, *_ in made) for row in range(len(lengths))]
 
-    assert pieces(1000, 1000, 1000, 1000) == [1, 1, 1, 1]
-    assert pieces(1240, 1000, 1000, 760) == [1, 1, 1, 1]
-    assert pieces(1000, 1000, 1000, 0) == [1, 1, 1, 1]
-    assert pieces(1600, 1000, 1000, 400) == [4, 2, 2, 1]
+@pytest.mark.parametrize(
+    ("lengths", "splits"),
+    [
+        ([20] * 4, {1}),
+        ([1030], range(8, 17)),
+        ([128000], range(24, 65)),
+        ([1030] * 32, range(1, 3)),
+        ([1030] * 256, {1}),
+    ],
+    ids=["short", "one", "long", "some", "many"],
+)
+def test_splits_are_as_many_as_pay(
+    lengths: list[int], splits: Container[int], launch_device: str
+) -> None:
+    items = planned(launch_device, lengths, None)
+    assert all(item[4] in splits for item in items), {item[4] for item in items}
+
+
+@pytest.mark.parametrize("others", [1, 15, 40, 98, 99, 200, 500])
+def test_the_others_do_not_wait_for_a_row_that_is_much_longer(
+    others: int, launch_device: str
+) -> None:
+    """However many they are: a captured launch, too, has room for its splits."""
+    items = planned(launch_device, [300] * others + [100000], None)
+    assert {item[4] for item in items if item[0] < others} == {1}
+    assert items[-1][4] >= 28
+
+
+def test_a_plan_takes_what_its_costs_say(launch_device: str) -> None:
+    """The same arithmetic elsewhere, of rows of many lengths."""
+    from benchmarks.decode_space import chosen_pieces, plan
+    from engine_core.kernels.attention import decode
+
+    draw = random.Random(7)
+    for _ in range(examples(600)):
+        longest = draw.choice([100, 1000, 10000, 100000])
+        rows = draw.choice([1, 4, 15, 30, 60, 90, 110, 250])
+        lengths = [draw.randint(longest // 5, longest) for _ in range(rows)]
+        lengths[0] *= draw.choice([1, 20])
+        tiles = [-(-length // 32) for length in lengths]
+        group_size = draw.choice([4, 16])
+        cut = decode.launch(rows, group_size, 8, 128, 128, 2, 132)
+        expected = plan(tiles, chosen_pieces(tiles, cut))
+        items = planned(launch_device, lengths, None, group_size)
+        assert (len(items), max(item[4] for item in items)) == (expected.count, expected.splits)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 100}], ids=str)
@@ -433,10 +485,13 @@ def test_kernel_splits_of_one_long_row_among_short_ones(
 
 
 def test_kernel_layers_share_what_they_find_out_of_a_step(launch_device: str) -> None:
-    """Layers of a step have caches, and may have windows, of their own."""
+    """Layers of a step have caches, and may have windows, of their own.
+
+    The narrowest window is first: by its plan the others would miss tokens.
+    """
     rows = [(1, 20)] * 7 + [(1, 900), (1, 0), (1, 65)]
     memo: dict[Any, Any] = {}
-    for options in ({}, {"window": 100}, {}, {"window": 300}, {"window": 100}):
+    for options in ({"window": 100}, {"window": 300}, {}, {"window": 100}, {}):
         paged = make_paged(rows, device=launch_device)
         expected = attend_by_reference(paged, 0.125, **options)
         assert error(launch(paged, 0.125, memo=memo, **options), expected) < 1e-5

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import decode_search
+from benchmarks import decode_search, decode_space
 from benchmarks.decode_search import MODELS, Model, Point
-from benchmarks.decode_space import Tile, resident
-from engine_core.kernels.attention.decode import Launch
 
 POINTS = decode_search.drawn_points([Model.named(name) for name in MODELS], 300, seed=7)
 
@@ -42,22 +40,48 @@ def test_every_way_is_of_the_space_and_can_be_launched() -> None:
     for point in POINTS:
         ways = decode_search.ways(point)
         assert ways[0] == decode_search.chosen(point)
-        assert len(ways) == len(set(ways)) > 2
-        for cut in decode_search.space(point):
-            assert resident(point.model.shape, Tile(*cut[1:4]))
+        assert len(ways) == len(set(ways)) >= 2
+        # No two ways with a tile are the same plan, and each has room for its splits.
+        made = [(way[:4], decode_search.plan_of(point, way)) for way in ways[1:]]
+        assert len(set(made)) == len(made)
+        assert all(way.items == plan.count for way, (_, plan) in zip(ways[1:], made, strict=True))
+
+
+def test_what_the_plan_chooses_is_of_the_space_of_its_tile() -> None:
+    missing = 0
+    for point in POINTS:
+        choice, *others = decode_search.ways(point)
+        same = [way for way in others if way[:4] == choice[:4]]
+        chosen = decode_search.plan_of(point, choice)
+        missing += chosen not in [decode_search.plan_of(point, way) for way in same]
+    # Where few programs would be at work the space has none with fewer.
+    assert missing <= len(POINTS) // 50
+
+
+def test_plans_of_rows() -> None:
+    assert decode_space.plan([33], 4) == (1, 33, 1)
+    assert decode_space.plan([33], 8) == (2, 17, 2)
+    # Pieces of 5 tiles are 7, which are of 5 tiles each.
+    assert decode_space.plan([33], 28) == (7, 5, 7)
+    # Pieces of 20 tiles: the longest are cut, into halves.
+    assert decode_space.plan([30, 21, 20, 9, 0], 6) == (7, 20, 2)
+    assert decode_space.plan([0], 256) == (1, 1, 1)
+    assert decode_space.plan([4000], 256) == (64, 63, 64)
 
 
 def test_times_between_those_that_were_taken() -> None:
     point = Point.named("32/8/128 1x4000")
-    timed = {
-        Launch(16, 64, 2, 3, splits, 64, 16, 4): us for splits, us in {4: 20.0, 16: 10.0}.items()
-    }
+    launch = decode_search.chosen(point)
+    timed = {launch._replace(pieces=4 * n): us for n, us in {4: 20.0, 16: 10.0}.items()}
 
-    def time_of(splits: int, tile: tuple[int, int, int] = (64, 2, 3)) -> float | None:
-        return decode_search.time_of(point, Launch(16, *tile, splits, 64, 4, 1), timed)
+    def time_of(splits: int, **changed: int) -> float | None:
+        way = launch._replace(pieces=4 * splits, **changed)
+        return decode_search.time_of(point, way, timed)
 
     assert time_of(16) == 10.0
+    # As many splits, made otherwise.
+    assert time_of(16, items=99) == 10.0
     assert time_of(8) == pytest.approx(15.0)
     assert time_of(18) == 10.0
     assert time_of(32) is None
-    assert time_of(8, (32, 1, 3)) is None
+    assert time_of(8, num_warps=8) is None

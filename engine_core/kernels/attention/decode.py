@@ -4,24 +4,49 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# Splits of a row at most: enough for 8 programs on each of 132 multiprocessors from 16 unsplit.
+# Splits of a row at most.
 MAX_SPLITS = 64
-# Splits merged at a time: as many as a row has, within these bounds.
+# Splits merged at a time, at least and at most.
 MERGED_SPLITS = (4, 16)
-# Where splits are rare, these with one head at a time: the kernel needs 128 registers a thread then
-# and not 164, so that 8 programs of 2 warps fit on a multiprocessor and not 6.
-RARELY_MERGED_SPLITS = 4
-# Heads that are columns leave registers for more at a time.
-RARELY_MERGED_HEADS = 4
-# Where there are programs enough, only rows about so many times as long as the mean are split, with
-# heads of up to 64 dimensions and with larger ones. ms of a step with 1.2 and 1.5, 256 rows of 200
-# to 1860 tokens: 24 layers of 2 KV heads of 64, 2.19 and 2.27; 32 of 8 of 128, 16.2 and 16.0.
-_NARROW_STRETCH, _STRETCH = 1.2, 1.5
-# Of the GPU on which tiles were measured.
-_MULTIPROCESSORS = 132
-# Heads that are columns of products over codes at most, and the widest of them: 8 of 256 took 83 us
-# where as rows they take 74.
+# Of Hopper's multiprocessors: 32-bit registers, bytes of shared memory, and those kept back for
+# each program; warps of all programs, with 168 registers a thread.
+_REGISTERS, _SHARED, _RESERVED, _WARPS = 65536, 228 * 1024, 1024, 12
+# Heads that are columns of products at most, and the widest of them: 8 of 256 took 83 us where as
+# rows they take 74.
 _TURNED_HEADS, _TURNED_DIMS = 8, 128
+
+
+class Costs(NamedTuple):
+    """Microseconds of the parts of a launch, fitted to times on an H200.
+
+    Attributes:
+        begin: of a program beside its tiles.
+        split: of a row that has splits at all.
+        turn: of merging some splits of some heads.
+        latency: from asking for a tile to having it.
+        tile: of a tile whose numbers are there, of one warp.
+        kilobyte: of a tile, for each KiB of keys and values of a warp.
+        exchange: of a tile, if its program has several warps.
+        rows: of a tile, if heads are rows of products.
+        code: of a tile of codes.
+        bandwidth: bytes the device reads in one.
+        crowded: times as long if more than half of the room is taken and programs find no split.
+    """
+
+    begin: float = 1.6
+    split: float = 1.2
+    turn: float = 0.6
+    latency: float = 1.15
+    tile: float = 0.145
+    kilobyte: float = 0.034
+    exchange: float = 0.13
+    rows: float = 0.07
+    code: float = 0.43
+    bandwidth: float = 4.28e6
+    crowded: float = 1.05
+
+
+H200 = Costs()
 
 
 class Launch(NamedTuple):
@@ -32,198 +57,65 @@ class Launch(NamedTuple):
         block_n: tokens of a tile.
         num_warps: warps of a program.
         num_stages: tiles in flight, their block numbers counted as one.
-        wanted: so many splits would hold all rows' tokens.
-        min_split: tokens of a split at least, or merging it costs more than it saves.
         merged_splits: splits of a row that are merged at a time.
         merged_heads: heads that are merged at a time.
-        uneven: as ``wanted``, of rows whose lengths differ; 0 for as many.
+        registers: of a thread at most; 0 leaves that to the compiler.
+        items: splits of all rows at most, also those that ``pieces`` make.
+        held: splits that the device attends to at a time.
+        turns: turns of merging ``merged_splits`` of all heads of a program.
+        tile_us: microseconds of a tile where a program's own work or wait is the longest.
+        read_us: microseconds of reading a tile of all heads.
+        pieces: quarters of the splits of the longest row; 0 leaves them to the plan.
     """
 
     block_g: int
     block_n: int
     num_warps: int
     num_stages: int
-    wanted: int
-    min_split: int
     merged_splits: int
     merged_heads: int
-    uneven: int = 0
+    registers: int
+    items: int
+    held: float
+    turns: int
+    tile_us: float
+    read_us: float
+    pieces: int = 0
 
 
-class _Tile(NamedTuple):
-    """The tiles of a launch; of its fields those that :class:`Launch` has not are below.
-
-    Attributes:
-        programs: to be reached on each multiprocessor by splitting rows.
-        merged: registers of each thread that hold splits' results while they are merged.
-        uneven: splits of a row of the mean length if rows differ, where equal ones have one.
-    """
+class Tile(NamedTuple):
+    """A tile of tokens: how many, warps of its program, tiles in flight as Triton counts them."""
 
     block_n: int
     num_warps: int
     num_stages: int
-    programs: float
-    merged: int = 64
-    min_split: int = 64
-    uneven: int = 0
 
 
-def _tile(dims: int, number_bytes: int, num_programs: int, few_heads: bool) -> _Tile:
-    """The tile for heads of ``dims`` dimensions where unsplit rows make ``num_programs``.
+def tile_of(dims: int, number_bytes: int, block_g: int, programs: float) -> Tile:
+    """The tile for heads of ``dims`` dimensions, whose unsplit rows make ``programs``.
 
-    ``few_heads``: whether so few query heads have a KV head that they may be columns of products.
-
-    By 260 points of a search on an H200 in bfloat16, heads of 64 to 256, 1 to 128,000 tokens
-    (benchmarks/notes/attention.md): 1.05 times the best of the space on average. A warp with tiles
-    of 32 tokens, which exchanges nothing with others, is best as soon as there are programs enough.
-
-    Splits are merged with 128 registers of a thread where that leaves as many programs on a
-    multiprocessor as are wanted: with 64 a warp takes 8 turns, each a wait for memory, for 6 splits
-    of 16 heads of 128, and four take 8 for 59 of 4 heads of 192.
+    That many of a multiprocessor. A warp with tiles of 32 tokens, which exchanges nothing with
+    others, is best or near it nearly everywhere if rows are split as a plan has it. Wide heads, and
+    more than 16 of them in a program, ``block_g``, take more, for their registers.
     """
-    if number_bytes == 1:
-        return _code_tile(dims, num_programs, few_heads)
+    sixteens = max(1, block_g // 16)
     if number_bytes == 4:
-        return _Tile(16 if dims > 128 else 32, 8, 3, 2)
-    if few_heads:
-        return _few_heads_tile(dims, num_programs)
+        return Tile(16 if dims > 128 else 32, 8, 3 if dims <= 256 else 2)
+    if dims > 256:
+        return Tile(32, 8 if number_bytes == 1 else min(8, 4 * sixteens), 2)
     if dims > 128:
-        if num_programs < 32:
-            tile = (32, 4, 3) if num_programs < 8 else (64, 4, 2)
-            return _Tile(*tile, 2, merged=128, min_split=128)
-        if num_programs < 128:
-            return _Tile(32, 2, 3, 2, merged=128, min_split=128)
-        if 400 <= num_programs < 1024:
-            return _Tile(32, 2, 2, 1)
-        return _Tile(16, 2, 3, 3 if num_programs < 400 else 1)
+        return Tile(32, min(8, sixteens * (4 if number_bytes == 1 else 2)), 3)
+    if number_bytes == 1 or block_g >= 16:
+        return Tile(32, sixteens, 3)
     if dims > 64:
-        if num_programs < 16:
-            few = num_programs < 8
-            return _Tile(64, 2, 3, 1 if few else 1.5, merged=128, min_split=64 if few else 128)
-        if num_programs < 64:
-            few = num_programs < 32
-            return _Tile(64, 2, 3, 1 if few else 1.5, min_split=128 if few else 64)
-        if num_programs < 256:
-            return _Tile(32, 1, 3, 3, merged=128, min_split=256)
-        if num_programs < 512:
-            return _Tile(32, 2, 4, 4)
-        return _Tile(32, 1, 3, 6 if num_programs < 1024 else 1, min_split=128)
-    if num_programs < 4:
-        return _Tile(128, 4, 2, 8)
-    if num_programs < 24:
-        few = num_programs < 16
-        return _Tile(64, 2, 4, 1.5 if few else 1, merged=128, min_split=128 if few else 64)
-    if num_programs < 64:
-        return _Tile(64, 2, 3, 3)
-    if num_programs < 384:
-        return _Tile(32, 1, 3, 4 if num_programs < 128 else 6, min_split=128)
-    if num_programs < 1024:
-        # Unsplit rows have room at once with four stages, 8 programs on each multiprocessor. Of 8
-        # KV heads of 64, 100 rows of 750 tokens take 5 us a layer less than with two, rows of 100
-        # to 1,400 tokens 8.
-        return _Tile(32, 1, 4 if num_programs >= 6 * _MULTIPROCESSORS else 2, 6)
-    return _Tile(32, 1, 3, 8)
-
-
-def _few_heads_tile(dims: int, num_programs: int) -> _Tile:
-    """The tile for heads of up to 128 dimensions that are columns of products, of numbers.
-
-    By 258 points of a search on an H200 in bfloat16: 1.04 times the best of the space on average,
-    where tiles for heads as rows took 1.07 times. Few programs whose rows differ are cut: a step of
-    32 rows of Llama 3 8B, of 200 to 1860 tokens, 5.62 and 5.34 ms.
-    """
-    if dims > 64:
-        if num_programs < 16:
-            few = num_programs < 8
-            return _Tile(64, 2, 3, 1 if few else 1.5, merged=128, min_split=64 if few else 128)
-        if num_programs < 32:
-            return _Tile(64, 2, 3, 1, merged=128, min_split=64 if num_programs < 24 else 128)
-        if num_programs < 64:
-            return _Tile(64, 2, 3, 1, min_split=256)
-        if num_programs < 256:
-            return _Tile(32, 1, 3, 3, merged=128, min_split=256)
-        if num_programs < 384:
-            return _Tile(32, 1, 3, 1, min_split=256, uneven=2)
-        if num_programs < 512:
-            return _Tile(32, 1, 4, 1, min_split=256, uneven=2)
-        if num_programs < 800:
-            return _Tile(32, 1, 4, 1)
-        return _Tile(32, 2, 3, 1) if num_programs < 1024 else _Tile(32, 1, 3, 1)
-    if num_programs < 4:
-        return _Tile(64, 2, 4, 1, merged=128)
-    if num_programs < 16:
-        return _Tile(64, 2, 4, 1.5, merged=128, min_split=128)
-    if num_programs < 24:
-        return _Tile(64, 2, 4, 1.5)
-    if num_programs < 32:
-        return _Tile(64, 2, 3, 2)
-    if num_programs < 48:
-        return _Tile(32, 1, 4, 3, min_split=128)
-    if num_programs < 64:
-        return _Tile(64, 2, 3, 2, min_split=256)
-    if num_programs < 128:
-        return _Tile(32, 1, 3, 4, min_split=128)
-    if num_programs < 256:
-        return _Tile(32, 1, 3, 3)
-    if num_programs < 384:
-        return _Tile(32, 1, 3, 6, min_split=128)
-    if num_programs < 1024:
-        return _Tile(32, 1, 4 if num_programs >= 6 * _MULTIPROCESSORS else 2, 6)
-    return _Tile(32, 1, 3, 1)
-
-
-def _code_tile(dims: int, num_programs: int, few_heads: bool) -> _Tile:
-    """The tile for codes of 8 bits.
-
-    By 90 points of a search on an H200, with heads of 64, 128 and 256 and 1 to 128,000 tokens: 1.05
-    times the best of the space on average, where the tiles of numbers take 1.18 times. The work on
-    a code is what the kernel waits for: few warps exchange less.
-    """
-    if dims > 128:
-        if num_programs >= 128:
-            return _Tile(32, 4, 3, 1)
-        few = num_programs < 32
-        return _Tile(64, 4, 3, 3 if few else 8, min_split=128 if few else 256)
-    if dims > 64:
-        if few_heads and num_programs >= 480:
-            return _many_code_tile(num_programs)
-        if 1056 < num_programs <= 1600:
-            # 8 programs of a warp fit on each of 132 multiprocessors: the last of unsplit rows run
-            # nearly alone.
-            return _Tile(64, 2, 3, 1)
-        if num_programs >= 256:
-            return _Tile(32, 1, 3, 5 if num_programs < 1024 else 1)
-        if num_programs >= 128:
-            return _Tile(64, 2, 3, 2, min_split=128)
-        return _Tile(64, 2, 3, 4 if num_programs < 64 else 2)
-    if num_programs >= 64:
-        return _Tile(32, 1, 3, 6 if num_programs < 384 else 16)
-    return _Tile(64, 2, 3, 1, min_split=128) if num_programs < 8 else _Tile(64, 2, 3, 5)
-
-
-def _many_code_tile(num_programs: int) -> _Tile:
-    """The tile for codes of few heads of 65 to 128 dimensions, so many programs that none is split.
-
-    Of these tiles a multiprocessor has room for 4, 6, 8 and 8 programs at a time. Equal rows take
-    long where the last programs run nearly alone. us on an H200 with 8 KV heads of 4 heads of 128,
-    rows of 1030 tokens and in brackets of 1000 on average: 64 rows 42, 46, 46 (45, 45, 50); 96 rows
-    64, 59, 63 (56, 56, 66); 160 rows 101, 98, 108 (99, 99, 101); 192 rows 116, 114, 119 (112, 110,
-    111); 256 rows 152, 154, 149 (149, 148, 148). 128 rows 80, 86, 76 (78, 77, 82), with heads as
-    rows 73 (82).
-    """
-    if num_programs <= 4 * _MULTIPROCESSORS:
-        return _Tile(64, 2, 4, 1)
-    if _heads_are_rows(num_programs):
-        return _Tile(32, 1, 3, 1)
-    return _Tile(64, 2, 3, 1) if num_programs <= 12 * _MULTIPROCESSORS else _Tile(32, 1, 4, 1)
-
-
-def _heads_are_rows(num_programs: int) -> bool:
-    """Whether heads of more than 64 dimensions are rows of products, however few they are.
-
-    All programs have room at once then, and a multiprocessor has hardly more than another.
-    """
-    return 6 * _MULTIPROCESSORS < num_programs <= 8 * _MULTIPROCESSORS
+        # A fourth stage leaves room for 4 programs, which are no more than with 3 before.
+        return Tile(32, 1, 4 if 3 < programs <= 4 else 3)
+    if 2.9 < programs < 6:
+        # In whole steps the launches before and after find more room: 256 rows of Qwen2 0.5B of
+        # 1030 tokens 1.87 ms and with four stages 1.92, of 200 to 1860 1.95 and 2.02.
+        return Tile(32, 1, 2)
+    # With four stages there is room for 8, of which few rows' splits take the half.
+    return Tile(32, 1, 4 if programs <= 1 or 6 <= programs <= 8 else 3)
 
 
 def power_of_2(count: int) -> int:
@@ -243,9 +135,46 @@ def rest_of(dim: int, block: int) -> int:
     return columns if columns < block // 2 else 0
 
 
-def stretch(num_rows: int, block_d: int) -> int:
-    """The splits wanted of rows that are many: only rows much longer than the mean are cut."""
-    return max(1, int(num_rows / (_NARROW_STRETCH if block_d <= 64 else _STRETCH)))
+def columns_of(block: int, rest: int) -> int:
+    """Columns of a head that is ``block`` wide, or two parts if ``rest`` is not 0."""
+    return block // 2 + rest if rest else block
+
+
+def shared_memory(
+    block_g: int, block_d: int, columns: tuple[int, int], number_bytes: int, tile: Tile
+) -> int:
+    """Bytes of shared memory of a program: tiles in flight, the queries, and weights exchanged."""
+    numbers = sum(columns) * number_bytes + (8 if number_bytes == 1 else 0)
+    held = 2 if number_bytes < 4 else 4
+    weights = block_g * tile.block_n * held if tile.num_warps > 1 else 0
+    tiles = (tile.num_stages - 1) * tile.block_n * numbers
+    return tiles + block_g * block_d * held + weights
+
+
+def registers(memory: int, num_warps: int, turned: bool) -> int:
+    """Registers of a thread that leave room for as many programs as ``memory`` of each does.
+
+    Without a bound the compiler takes fewer than a loop needs to ask for a tile's block early and
+    to overlap products, though nothing else would use them: 96 of 180 with 2 query heads of 64, 168
+    of 252 with 5 of 128, where a tile took 1.1 us and not 0.65. 0 where a bound would be so low
+    that numbers may be spilled. ``turned``: heads are columns, which takes fewer.
+    """
+    programs = max(1, min(_SHARED // (memory + _RESERVED), _WARPS // num_warps))
+    most = _REGISTERS // (32 * num_warps * programs) // 8 * 8
+    return 0 if most < (128 if turned else 168) else min(most, 255)
+
+
+def merging(
+    bound: int, num_warps: int, block_dv: int, group_size: int, block_g: int
+) -> tuple[int, int]:
+    """Splits and heads that are merged at a time: all heads if there is room, and then splits.
+
+    Each turn is a wait for memory. ``bound`` is that of a thread's registers, of which half or more
+    hold what is merged.
+    """
+    room = 32 * num_warps * (128 if bound >= 200 else 64) // block_dv
+    heads = max(1, min(power_of_2(min(group_size, block_g)), room // MERGED_SPLITS[0]))
+    return max(MERGED_SPLITS[0], min(MERGED_SPLITS[1], room // heads)), heads
 
 
 def heads_together(group_size: int, block_d: int, number_bytes: int, in_parts: bool) -> int:
@@ -262,11 +191,46 @@ def heads_together(group_size: int, block_d: int, number_bytes: int, in_parts: b
     return min(64, max(16, power_of_2(group_size)))
 
 
+def cut(
+    tile: Tile, num_rows: int, group_size: int, kv_heads: int, block_d: int, block_dv: int,
+    columns: tuple[int, int], number_bytes: int, multiprocessors: int, block_g: int,
+) -> Launch:  # fmt: skip
+    """The launch with a ``tile``; ``columns`` are those of a token's keys and of its values."""
+    turned = block_g < 16
+    memory = shared_memory(block_g, block_d, columns, number_bytes, tile)
+    # More heads than 16 need more registers than that leaves, if not in the loop.
+    bound = registers(memory, tile.num_warps, turned) if block_g <= 16 else 0
+    resident = max(1, min(_SHARED // (memory + _RESERVED), _WARPS // tile.num_warps))
+    head_tiles = kv_heads * -(-group_size // block_g)
+    held = resident * multiprocessors / head_tiles
+    # Programs that find no split take time, so that there are few: half of those that are attended
+    # to at a time where unsplit rows are no more than a program for each multiprocessor, though one
+    # for each, and all of those where rows alone are more. However many rows there are, a few of
+    # them may be much longer than the others, which would end long before: 1 of 100,000 tokens
+    # beside 200 of 300.
+    items = num_rows + min(num_rows // 2, MAX_SPLITS)
+    if num_rows * head_tiles <= multiprocessors:
+        items = max(items, int(held / 2), multiprocessors // head_tiles)
+    elif num_rows <= held:
+        items = max(int(held), num_rows * 3 // 2)
+    kilobytes = tile.block_n * sum(columns) * number_bytes / 1024
+    work = H200.tile + H200.kilobyte * kilobytes / tile.num_warps
+    work += H200.exchange * (tile.num_warps > 1)
+    work += H200.rows * (not turned) + H200.code * (number_bytes == 1)
+    splits, heads = merging(bound, tile.num_warps, block_dv, group_size, block_g)
+    return Launch(
+        block_g, *tile, splits, heads, bound, items, held,
+        -(-min(group_size, block_g) // heads),
+        max(work, H200.latency / (tile.num_stages - 1)),
+        1024 * kilobytes * kv_heads / H200.bandwidth,
+    )  # fmt: skip
+
+
 def launch(
     num_rows: int, group_size: int, kv_heads: int, block_d: int, block_dv: int,
     number_bytes: int,
     multiprocessors: int,
-    in_parts: bool = False,
+    rests: tuple[int, int] = (0, 0),
 ) -> Launch:  # fmt: skip
     """Choose how ``num_rows`` rows of one query each are attended to.
 
@@ -278,28 +242,16 @@ def launch(
         block_dv: a head's values, up to a power of 2.
         number_bytes: of the cache: 4 of float32, 2 of 16 bits, 1 of codes.
         multiprocessors: of the device.
-        in_parts: whether a head is two parts, as :func:`rest_of` has it.
+        rests: of keys and values of heads that are two parts, as :func:`rest_of` has them.
     """
-    block_g = heads_together(group_size, block_d, number_bytes, in_parts)
+    block_g = heads_together(group_size, block_d, number_bytes, any(rests))
     head_tiles = kv_heads * -(-group_size // block_g)
-    tile = _tile(block_d, number_bytes, num_rows * head_tiles, block_g < 16)
-    if number_bytes == 1 and block_d > 64 and _heads_are_rows(num_rows * head_tiles):
-        block_g = max(16, block_g)
-    wanted, uneven = max(1, int(tile.programs * multiprocessors) // head_tiles), 0
-    if wanted <= num_rows:
-        # Only rows much longer than the mean are split.
-        wanted, uneven = stretch(num_rows, block_d), tile.uneven * num_rows
-        merged_splits = RARELY_MERGED_SPLITS
-        few_registers = block_g < 16 and number_bytes == 1
-        merged_heads = min(power_of_2(group_size), RARELY_MERGED_HEADS) if few_registers else 1
-    else:
-        least, most = MERGED_SPLITS
-        merged_splits = max(least, min(power_of_2(wanted // num_rows + 1), most))
-        merged_heads = 32 * tile.num_warps * tile.merged // (merged_splits * block_dv)
-        merged_heads = max(1, min(power_of_2(min(group_size, block_g)), merged_heads))
-    return Launch(
-        block_g, tile.block_n, tile.num_warps, tile.num_stages, wanted, tile.min_split,
-        merged_splits, merged_heads, uneven,
+    columns = columns_of(block_d, rests[0]), columns_of(block_dv, rests[1])
+    programs = num_rows * head_tiles / multiprocessors
+    tile = tile_of(block_d, number_bytes, block_g, programs)
+    return cut(
+        tile, num_rows, group_size, kv_heads, block_d, block_dv, columns, number_bytes,
+        multiprocessors, block_g,
     )  # fmt: skip
 
 

@@ -9,7 +9,6 @@ causal prefill on Hopper takes the kernel of ``hopper``.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from engine_core.kernels.attention.tiles.triton import (
 from engine_core.kernels.attention.turned import triton as turned
 from engine_core.kernels.attention.unpack import triton as unpack
 from engine_core.kernels.codes.triton import log2_of
+from engine_core.kernels.gpu import gpu_of
 from engine_core.kernels.launch.gluon import runs_gluon
 from engine_core.kernels.launch.quick import Quick, is_quick
 from engine_core.kernels.launch.triton import (
@@ -113,19 +113,23 @@ def _attend_tiles(
     return acc, denominator, maximum
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "window", "wanted", "uneven", "min_split", "merged", "max_items"]
-)
+@triton.jit(do_not_specialize=["num_rows", "window", "pieces", "max_items", "merged", "turns"])
 def _plan_kernel(
     items_ptr,
     kv_lens_ptr,
     num_rows,
     window,
-    wanted,
-    uneven,
-    min_split,
-    merged,
+    pieces,
     max_items,
+    merged,
+    turns,
+    held,
+    tile_us,
+    read_us,
+    begin_us,
+    split_us,
+    turn_us,
+    crowded,
     MAX_SPLITS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -137,10 +141,18 @@ def _plan_kernel(
 
     Its row, the first token and that behind the last, the row's first item, and how many it has. A
     row of -1 is none. Splits are about equally long in all rows, so that long rows do not keep the
-    launch waiting: ``wanted`` of them would hold all rows' tokens, ``uneven`` if the longest row is
-    a quarter longer than the mean. Each has ``min_split`` tokens at
-    least, or merging takes longer than the splits save; and of more than ``merged`` splits, which
-    are merged at once, a row has two tiles each instead, where that is enough.
+    launch waiting. How long they are is what takes the least time, of 25 tries, the longest row in
+    one piece to MAX_SPLITS, by what a launch waits for:
+
+    - a split's tiles, each ``tile_us``, and those of others before it where there are more splits
+      than the ``held`` that are attended to at a time; or all bytes, ``read_us`` a tile;
+    - the beginning and end of a program, ``begin_us``, of ``held`` splits at the same time;
+    - merging, ``split_us`` and ``turns`` of ``turn_us`` for each ``merged`` splits.
+
+    It is ``crowded`` times as long where programs without a split run beside more than half of
+    ``held``: those that have one are then not spread evenly.
+
+    With ``pieces`` it is that many quarters of a piece of the longest row.
     """
     launch_dependents(PDL)
     wait(PDL)
@@ -150,18 +162,37 @@ def _plan_kernel(
     # Where a window crops rows it is the last tokens that their queries see, and what precedes them
     # in their first tile.
     cropped = tl.maximum(kv_lens - window, 0) // BLOCK_N * BLOCK_N if CROP else 0
-    visible = kv_lens - cropped
-    total = tl.sum(visible.to(tl.int64))
-    longest = tl.max(visible).to(tl.int64) * tl.sum((visible > 0).to(tl.int32))
-    wanted = tl.where(4 * longest > 5 * total, uneven, wanted)
-    length = tl.maximum(tl.cdiv(total, wanted), min_split).to(tl.int32)
-    used = tl.maximum(tl.minimum(tl.cdiv(visible, length), MAX_SPLITS), 1)
-    # Two tiles are asked for together; another turn of merging is a wait for memory for each few
-    # heads.
-    used = tl.where((used > merged) & (visible <= merged * 2 * BLOCK_N), merged, used)
-    per_split = tl.maximum(tl.cdiv(tl.cdiv(visible, used), BLOCK_N), 1) * BLOCK_N
+    tiles = tl.cdiv(kv_lens - cropped, BLOCK_N)
+    longest = tl.max(tiles)
+    order = tl.arange(0, 32)
+    # 1, 1.25, 1.5, 1.75, 2, 2.5 and so on.
+    quarters = (4 + order % 4) << (order // 4)
+    each = tl.maximum(tl.cdiv(4 * longest, quarters), 1)
+    length = each.to(tl.float32)
+    used = ((tiles[:, None].to(tl.float32) + length[None, :] - 0.5) / length[None, :]).to(tl.int32)
+    used = tl.where(mask[:, None], tl.minimum(tl.maximum(used, 1), MAX_SPLITS), 0)
+    count = tl.sum(used, axis=0)
+    turn = count.to(tl.float32) / held
+    working = tile_us * length * tl.maximum(turn, 1.0)
+    reading = read_us * tl.sum(tiles.to(tl.float32))
+    # Between the longer of both and their sum.
+    working *= working
+    reading *= reading
+    cost = tl.sqrt(tl.sqrt(working * working + reading * reading)) + begin_us * turn
+    splits = tl.cdiv(longest, each)
+    merging = split_us + turn_us * (tl.cdiv(splits, merged) * turns).to(tl.float32)
+    cost += tl.where(splits > 1, merging, 0.0)
+    cost *= tl.where((turn > 0.5) & (turn < 1.0) & (count < max_items), crowded, 1.0)
+    fits = ((count <= max_items) & (quarters <= 4 * MAX_SPLITS)) | (order == 0)
+    chosen = tl.argmin(tl.where(fits, cost, float("inf")), axis=0)
+    per_split = tl.sum(tl.where(order == chosen, each, 0))
+    if pieces > 0:
+        per_split = tl.maximum(tl.cdiv(4 * longest, pieces), 1)
+    used = tl.maximum(tl.minimum(tl.cdiv(tiles, per_split), MAX_SPLITS), 1)
+    per_split = tl.maximum(tl.cdiv(tiles, used), 1)
     # A row without tokens has an item too, which writes its zeros.
-    used = tl.where(mask, tl.maximum(tl.cdiv(visible, per_split), 1), 0)
+    used = tl.where(mask, tl.maximum(tl.cdiv(tiles, per_split), 1), 0)
+    per_split *= BLOCK_N
     first = tl.cumsum(used) - used
     for split in range(tl.max(used)):
         pointers = items_ptr + (first + split) * ITEM
@@ -478,58 +509,49 @@ def _prefill_left_kernel(
             )  # fmt: skip
 
 
-@functools.cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory of a multiprocessor."""
-    if device.type != "cuda":
-        return 228 * 1024
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
-
-
 def plan_splits(
     kv_lens: Tensor,
     num_rows: int,
     max_kv_len: int,
     window: int | None,
-    wanted: int,
-    min_split: int,
-    block_n: int,
+    cut: decode.Launch,
     memo: dict[Any, Any],
-    merged: int = decode.MAX_SPLITS,
-    uneven: int = 0,
 ) -> tuple[Tensor, bool]:
     """The splits of the first rows, made once for all layers of a step that cut them alike.
 
-    ``wanted`` splits, of ``min_split`` tokens at least, would hold all rows' tokens, ``uneven`` of
-    rows that differ if that is not 0; ``window`` is
-    what a query sees, if that is known beforehand. A row has no more than ``merged`` splits if two
-    tiles for each are enough. Returns the items that ``_plan_kernel`` writes, and whether it was
-    launched now.
+    ``window`` is what a query sees, if that is known beforehand. Returns the items that
+    ``_plan_kernel`` writes, and whether it was launched now.
     """
-    uneven = uneven or wanted
-    key = (num_rows, window, wanted, uneven, min_split, block_n, merged)
+    key = (num_rows, window, cut)
     if key in memo:
         return memo[key], False
-    longest = triton.cdiv(max_kv_len, max(block_n, min_split))
-    # No more than what is wanted and the beginning of a split in each row.
-    most = min(num_rows + max(wanted, uneven), num_rows * max(1, min(longest, decode.MAX_SPLITS)))
+    costs = decode.H200
+    longest = triton.cdiv(max_kv_len, cut.block_n)
+    most = min(max(num_rows, cut.items), num_rows * max(1, min(longest, decode.MAX_SPLITS)))
     items = torch.empty((most, ITEM), dtype=torch.int32, device=kv_lens.device)
+    block_rows = max(64, triton.next_power_of_2(num_rows))
     _plan_kernel[(1,)](
         items,
         kv_lens,
         num_rows,
         window or 0,
-        wanted,
-        uneven,
-        min_split,
-        merged,
+        cut.pieces,
         most,
+        cut.merged_splits,
+        cut.turns,
+        cut.held,
+        cut.tile_us,
+        cut.read_us,
+        costs.begin,
+        costs.split,
+        costs.turn,
+        costs.crowded,
         MAX_SPLITS=decode.MAX_SPLITS,
-        BLOCK_ROWS=max(64, triton.next_power_of_2(num_rows)),
-        BLOCK_N=block_n,
+        BLOCK_ROWS=block_rows,
+        BLOCK_N=cut.block_n,
         ITEM=ITEM,
         CROP=window is not None,
-        num_warps=4,
+        num_warps=min(32, max(4, block_rows // 64)),
         **pdl_options(kv_lens.device),
     )
     memo[key] = items
@@ -600,7 +622,7 @@ def paged_attention(call: Call) -> None:
         cut = decode.launch(
             num_decode_rows, group_size, num_kv_heads, dims, block_dv,
             1 if code and not float32 else q.element_size(), num_multiprocessors(q.device),
-            bool(shape.rest_d or shape.rest_dv),
+            (shape.rest_d, shape.rest_dv),
         )  # fmt: skip
         head_tiles = num_kv_heads * triton.cdiv(group_size, cut.block_g)
         items, planned_now = plan_splits(
@@ -608,13 +630,8 @@ def paged_attention(call: Call) -> None:
             num_decode_rows,
             call.max_kv_len,
             window if prefix_lens is None else None,
-            cut.wanted,
-            cut.min_split,
-            cut.block_n,
+            cut,
             call.memo,
-            # Where splits are rare they are for rows that would be waited for.
-            cut.merged_splits if cut.wanted > num_decode_rows else decode.MAX_SPLITS,
-            cut.uneven,
         )
         size = (len(items), num_heads)
         _decode_kernel[(head_tiles, len(items))](
@@ -641,6 +658,7 @@ def paged_attention(call: Call) -> None:
             ),
             num_warps=cut.num_warps,
             num_stages=cut.num_stages,
+            maxnreg=cut.registers or None,
             **pdl,
         )
     if num_rows > num_decode_rows and call.max_query_len:
@@ -667,7 +685,8 @@ def paged_attention(call: Call) -> None:
                 num_done = num_fitting
         pairs = call.max_query_len * group_size
         # 128 x 64 tiles of 256 dimensions take 192 KiB of shared memory, of 128 dimensions 96.
-        small = wide and _shared_memory(q.device) < 200 * 1024
+        gpu = gpu_of(q.device)
+        small = wide and (q.is_cuda if gpu is None else gpu.shared_memory < 200 * 1024)
         block_m, block_n = (64, 32) if small else (128, 64)
         if float32:
             block_m, block_n = 32, 16 if wide else 32

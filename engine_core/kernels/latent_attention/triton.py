@@ -300,16 +300,15 @@ def attend(call: LatentCall, q: Tensor) -> Tensor:
     # Of rows of 512 numbers, 64 queries and two tiles of 32 tokens take 150 KiB in 16 bits.
     most = 16 if float32 else 64
     if num_decode_rows:
-        cut = decode.launch(
-            num_decode_rows, num_heads, 1, shape.block_dv, shape.block_dv, q.element_size(),
-            num_multiprocessors(q.device),
+        block_g = max(16, min(triton.next_power_of_2(num_heads), most))
+        tile = decode.Tile(block_n, 8 if block_g == 64 else 4, 2)
+        # A token's numbers are keys and values.
+        cut = decode.cut(
+            tile, num_decode_rows, num_heads, 1, shape.block_dv, shape.block_dv, (rank + rope, 0),
+            q.element_size(), num_multiprocessors(q.device), block_g,
         )  # fmt: skip
-        block_g = max(16, min(cut.block_g, most))
         head_tiles = triton.cdiv(num_heads, block_g)
-        items, _ = plan_splits(
-            call.kv_lens, num_decode_rows, call.max_kv_len, None, cut.wanted, cut.min_split,
-            block_n, call.memo,
-        )  # fmt: skip
+        items, _ = plan_splits(call.kv_lens, num_decode_rows, call.max_kv_len, None, cut, call.memo)
         size = (len(items), num_heads)
         _decode_kernel[(head_tiles, len(items))](
             out,
@@ -324,9 +323,9 @@ def attend(call: LatentCall, q: Tensor) -> Tensor:
             BLOCK_N=block_n,
             ITEM=ITEM,
             MERGED_SPLITS=cut.merged_splits,
-            MERGED_HEADS=min(cut.merged_heads, block_g),
-            num_warps=8 if block_g == 64 else 4,
-            num_stages=2,
+            MERGED_HEADS=cut.merged_heads,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
             **pdl,
         )
     if num_rows > num_decode_rows and call.max_query_len:
