@@ -685,3 +685,22 @@ def test_they_compile_for_a_hopper_gpu_that_is_not_there(
         assert int(shared) <= 227 * 1024, name
         # A tile of results in it, and not in registers, would take 256 or 512 bytes.
         assert int(stack) < 192, name
+
+
+@pytest.mark.slow
+def test_gate_and_up_wait_for_a_weight_whose_numbers_were_just_made(tmp_path: Path) -> None:
+    """Any other is older than the kernel before, and begins to be read beside it."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    script = Path(__file__).with_name("fresh_numbers.py")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = forkserver.run(
+        [sys.executable, str(script)],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.splitlines() == [
+        "nothing _linear_kernel False",
+        "_numbers_kernel _linear_kernel True",
+    ], done.stderr
