@@ -1,9 +1,9 @@
 """Hopper's kernels compiled for a GPU that is not there, with the constants of real launches.
 
 Run by itself, as ``compiled_ahead.py``. It prints a line for each kernel: its name, bytes of shared
-memory, registers of a thread at its launch, and bytes of its stack, where what does not fit into
-registers is kept. With names as arguments it compiles these alone. Another release of Triton
-may be put first on the path.
+memory, registers of a thread at its launch, bytes of its stack, where what does not fit into
+registers is kept, and how many of its stores may come before it waited for the kernel ahead. With
+names as arguments it compiles these alone. Another release of Triton may be put first on the path.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import triton
 from compiled_ahead import compile_launches
+from early_stores import early_stores
 from torch import Tensor
 
 from engine_core.kernels import Chain, ChainNorm, DeferredRMSNorm, Fp8Weight, GroupWeight
@@ -312,8 +313,9 @@ def main(names: list[str]) -> None:
         launch, arguments = LAUNCHES[name]
         launch(*arguments)
         kernel = compiled[-1]
-        shared = kernel.metadata.shared
-        sys.stdout.write(f"{name} {shared} {resources(kernel.asm['cubin'])}\n")
+        shared, ptx = kernel.metadata.shared, kernel.asm["ptx"]
+        early = len(early_stores(ptx)) if "griddepcontrol" in ptx else 0
+        sys.stdout.write(f"{name} {shared} {resources(kernel.asm['cubin'])} {early}\n")
         sys.stdout.flush()
 
 

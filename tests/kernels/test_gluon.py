@@ -17,6 +17,7 @@ import forkserver
 import pytest
 import torch
 import torch.nn.functional as F
+from early_stores import early_stores
 from kernel_cases import TOLERANCE
 from torch import Tensor
 
@@ -668,7 +669,10 @@ MORE_FORMS = (
 def test_they_compile_for_a_hopper_gpu_that_is_not_there(
     names: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """By a child, for here kernels are interpreted, and with registers enough for their loops."""
+    """By a child, for here kernels are interpreted, and with registers enough for their loops.
+
+    Nothing is written before the kernel ahead was waited for.
+    """
     pytest.importorskip("triton", reason="triton is not installed")
     script = Path(__file__).with_name("compiled_gluon.py")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
@@ -681,10 +685,11 @@ def test_they_compile_for_a_hopper_gpu_that_is_not_there(
     )
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [name for name, *_ in lines] == list(names), done.stderr
-    for name, shared, _, stack in lines:
+    for name, shared, _, stack, early in lines:
         assert int(shared) <= 227 * 1024, name
         # A tile of results in it, and not in registers, would take 256 or 512 bytes.
         assert int(stack) < 192, name
+        assert early == "0", name
 
 
 @pytest.mark.slow
@@ -704,3 +709,22 @@ def test_gate_and_up_wait_for_a_weight_whose_numbers_were_just_made(tmp_path: Pa
         "nothing _linear_kernel False",
         "_numbers_kernel _linear_kernel True",
     ], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "stores"),
+    [
+        ("griddepcontrol.wait;\n st.global.b32 [%rd1], %r1;\n ret;", 0),
+        ("st.global.b32 [%rd1], %r1;\n griddepcontrol.wait;\n ret;", 1),
+        # One of two ways there has not waited.
+        ("@%p1 bra $L__1;\n griddepcontrol.wait;\n$L__1:\n st.global.b32 [%rd1], %r1;\n ret;", 1),
+        ("@%p1 bra $L__1;\n griddepcontrol.wait;\n bra.uni $L__2;\n$L__1:\n ret;\n$L__2:\n"
+         " @%p2 red.release.gpu.global.add.u64 [%rd1], 1;\n ret;", 0),
+        # Each of an indirect branch's warps waits for itself.
+        ("bb: .branchtargets\n $L__1,\n $L__2;\n brx.idx %r1, bb;\n$L__1:\n griddepcontrol.wait;\n"
+         " ret;\n$L__2:\n st.global.b32 [%rd1], %r1;\n ret;", 1),
+        ("st.shared.b32 [%r1], %r2;\n ret;", 0),
+    ],
+)  # fmt: skip
+def test_stores_before_a_wait_are_found(code: str, stores: int) -> None:
+    assert len(early_stores(f".visible .entry kernel(\n)\n{{\n {code}\n}}\n")) == stores
