@@ -232,6 +232,7 @@ LAUNCHES: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "gated-three": (gated_linear, (BFLOAT16, False, 64, 3)),
     "gated-odd": (gated_linear, (BFLOAT16, False, 80)),
     "gated-odd-widest": (gated_linear, (BFLOAT16, True, 144)),
+    "gated-widest": (gated_linear, (BFLOAT16, False, 160)),
     "gated-odd-three": (gated_linear, (BFLOAT16, True, 48, 3, False)),
     "quick-gelu": (quick_gelu_linear, (BFLOAT16, False)),
     "quick-gelu-bias": (quick_gelu_linear, (BFLOAT16, True)),

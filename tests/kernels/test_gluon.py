@@ -642,7 +642,7 @@ EACH_KIND = (
 MORE_FORMS = (
     *("8B", "0.5B", "1B-long", "heads-80", "heads-256", "quick-gelu-bias", "codes-gated-32"),
     *("codes-stored-32", "products-17", "gated-undivided", "gated-undivided-wide", "gated-three"),
-    *("gated-narrow", "gated-odd-widest", "gated-odd-three"),
+    *("gated-narrow", "gated-odd-widest", "gated-widest", "gated-odd-three"),
     *("teams-gated-2", "teams-gated-64", "teams-added-32", "teams-stored-17"),
     *(
         "blocks-gated-8",

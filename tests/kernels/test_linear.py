@@ -510,7 +510,7 @@ def hopper() -> ModuleType:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(
-    "sizes", [(), (64, 2), (64, 3), (128, 2), (40, 2), (80, 2), (144, 2), (48, 3)]
+    "sizes", [(), (64, 2), (64, 3), (128, 2), (40, 2), (80, 2), (144, 2), (160, 2), (48, 3)]
 )
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
