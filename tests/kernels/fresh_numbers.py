@@ -22,7 +22,7 @@ ROWS, N, K = 1024, 9728, 896
 
 
 def launched(*, coded: bool) -> list[Variant]:
-    """What a linear launches, whose weight is of 4-bit codes or of 16-bit numbers."""
+    """Launches of a linear whose weight is of 4-bit codes or of 16-bit numbers."""
     found: list[Part] = []
     with absent_gpu(HOPPER, 1 << 30), recording(target_of(HOPPER.capability), found.append):
         x = torch.zeros(ROWS, K, dtype=torch.bfloat16, device="cuda")
