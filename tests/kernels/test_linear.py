@@ -711,7 +711,8 @@ def test_most_multiprocessors_have_a_program_of_the_tile_of_gate_and_up() -> Non
 
 
 @pytest.mark.parametrize(
-    ("rows", "used"), [(64, False), (256, False), (1024, False), (2048, True), (5476, True)]
+    ("rows", "used"),
+    [*[(0, False), (64, False), (256, False), (1024, False)], *[(2048, True), (5476, True)]],
 )
 def test_a_quick_gelu_on_hopper_is_part_of_a_product_of_many_rows(rows: int, used: bool) -> None:
     """Of Qwen2-VL's encoder, 5120x1280."""

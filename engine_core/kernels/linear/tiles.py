@@ -883,5 +883,7 @@ def hopper_wins(rows: int, n: int, k: int, programs: int, *, gated: bool = True)
     if gated:
         return gated_tile(rows, n, k, programs) is not None
     row_tiles = -(-rows // 128)
+    if row_tiles <= 2:
+        return False
     busy, filled = _busy_share(row_tiles * -(-n // 256), programs), rows / (row_tiles * 128)
-    return row_tiles > 2 and busy * filled * (1 + _ACTIVATION[False] / k) >= 0.99
+    return busy * filled * (1 + _ACTIVATION[False] / k) >= 0.99
