@@ -2,8 +2,9 @@
 
 Run by itself, as ``compiled_ahead.py``. It prints a line for each kernel: its name, bytes of shared
 memory, registers of a thread at its launch, bytes of its stack, where what does not fit into
-registers is kept, and how many of its stores may come before it waited for the kernel ahead. With
-names as arguments it compiles these alone. Another release of Triton may be put first on the path.
+registers is kept, and how many of its stores, and copies of tiles to shared memory, may come before
+it waited for the kernel ahead. With names as arguments it compiles these alone. Another release of
+Triton may be put first on the path.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 import triton
 from compiled_ahead import compile_launches
-from early_stores import early_stores
+from early_lines import STORES, TILES, early_lines
 from torch import Tensor
 
 from engine_core.kernels import Chain, ChainNorm, DeferredRMSNorm, Fp8Weight, GroupWeight
@@ -315,8 +316,11 @@ def main(names: list[str]) -> None:
         launch(*arguments)
         kernel = compiled[-1]
         shared, ptx = kernel.metadata.shared, kernel.asm["ptx"]
-        early = len(early_stores(ptx)) if "griddepcontrol" in ptx else 0
-        sys.stdout.write(f"{name} {shared} {resources(kernel.asm['cubin'])} {early}\n")
+        kinds = (STORES, TILES) if "griddepcontrol" in ptx else ()
+        early = [len(early_lines(ptx, kind)) for kind in kinds] or [0, 0]
+        sys.stdout.write(
+            f"{name} {shared} {resources(kernel.asm['cubin'])} {early[0]} {early[1]}\n"
+        )
         sys.stdout.flush()
 
 

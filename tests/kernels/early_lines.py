@@ -1,6 +1,7 @@
-"""A rule of early launches, read off a kernel's PTX: nothing is written before the wait.
+"""What a kernel does before it waits for the one ahead, read off its PTX.
 
-What the kernel ahead still reads, or writes itself, may be in that memory.
+It may write nothing: the kernel ahead may still read that memory, or write it. And it may bring
+tiles of weights alone.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import re
 from dataclasses import dataclass, field
 
 WAIT = "griddepcontrol.wait"
-_STORE = re.compile(r"\bst\.global|\b(red|atom)\.\S*global|\.tensor\.\dd\.global\.shared")
+# Writes to global memory, and tiles that are brought from it.
+STORES = re.compile(r"\bst\.global|\b(red|atom)\.\S*global|\.tensor\.\dd\.global\.shared")
+TILES = re.compile(r"\.tensor\.\dd\.shared::\w+\.global")
 _LABEL = re.compile(r"([$\w]+):(?!:)")
 _BRANCH = re.compile(r"(@\S+\s+)?bra(?:\.uni)?\s+([$\w]+);")
 _ENDS = re.compile(r"(@\S+\s+)?(bra|brx|ret|trap)\b")
@@ -59,8 +62,8 @@ def _next(blocks: list[_Block], index: int, table: list[str]) -> list[int]:
     return following if branch is None else [of(branch[2]), *following]
 
 
-def early_stores(ptx: str) -> list[str]:
-    """Lines that write to global memory, or send to it, where not every way there has waited."""
+def early_lines(ptx: str, what: re.Pattern[str]) -> list[str]:
+    """Lines of a kind where not every way there has waited."""
     blocks = _blocks(ptx)
     table = re.search(r"\.branchtargets([^;]*);", ptx)
     labels = re.findall(r"[$\w]+", table[1]) if table else []
@@ -73,11 +76,11 @@ def early_stores(ptx: str) -> list[str]:
             new = set(following[index]) - early
             early |= new
             coming += new
-    stores = []
+    found = []
     for index in sorted(early):
         for line in blocks[index].lines:
             if WAIT in line:
                 break
-            if _STORE.search(line):
-                stores.append(line)
-    return stores
+            if what.search(line):
+                found.append(line)
+    return found
