@@ -1,4 +1,4 @@
-"""What a kernel does before it waits for the one ahead, read off its PTX.
+"""Lines that a kernel may come to before it waits for the one ahead, read off its PTX.
 
 It may write nothing: the kernel ahead may still read that memory, or write it. And it may bring
 tiles of weights alone.
