@@ -790,7 +790,7 @@ _ACTIVATION = {True: 262, False: 350}
 GATED_WIDTHS = {2: (64, 80, 96, 128, 144, 160), 3: (48, 64)}
 # Columns of a weight that tiles of less than 128 were measured with, a third more. The least share
 # of the multiprocessors that has a tile, if there is one for each at most, and of those of weights
-# of fewer columns than 1024, before which a norm without a division needs no launch.
+# of fewer columns than 1024, before which up to 128 rows' norm without a division needs no launch.
 _MOST_NARROW_K = 4096
 _BUSY_SHARE, _UNDIVIDED_SHARE = 0.65, 0.55
 
