@@ -1,9 +1,10 @@
 """Hopper's kernels compiled for a GPU that is not there, with the constants of real launches.
 
 Run by itself, as ``compiled_ahead.py``. It prints a line for each kernel: its name, bytes of shared
-memory, registers of a thread at its launch, and bytes of its stack, where what does not fit into
-registers is kept. With names as arguments it compiles these alone. Another release of Triton
-may be put first on the path.
+memory, registers of a thread at its launch, bytes of its stack, where what does not fit into
+registers is kept, and how many of its stores, and copies of tiles to shared memory, may come before
+it waited for the kernel ahead. With names as arguments it compiles these alone. Another release of
+Triton may be put first on the path.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import triton
 from compiled_ahead import compile_launches
+from early_lines import STORES, TILES, early_lines
 from torch import Tensor
 
 from engine_core.kernels import Chain, ChainNorm, DeferredRMSNorm, Fp8Weight, GroupWeight
@@ -231,6 +233,7 @@ LAUNCHES: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "gated-three": (gated_linear, (BFLOAT16, False, 64, 3)),
     "gated-odd": (gated_linear, (BFLOAT16, False, 80)),
     "gated-odd-widest": (gated_linear, (BFLOAT16, True, 144)),
+    "gated-widest": (gated_linear, (BFLOAT16, False, 160)),
     "gated-odd-three": (gated_linear, (BFLOAT16, True, 48, 3, False)),
     "quick-gelu": (quick_gelu_linear, (BFLOAT16, False)),
     "quick-gelu-bias": (quick_gelu_linear, (BFLOAT16, True)),
@@ -312,8 +315,12 @@ def main(names: list[str]) -> None:
         launch, arguments = LAUNCHES[name]
         launch(*arguments)
         kernel = compiled[-1]
-        shared = kernel.metadata.shared
-        sys.stdout.write(f"{name} {shared} {resources(kernel.asm['cubin'])}\n")
+        shared, ptx = kernel.metadata.shared, kernel.asm["ptx"]
+        kinds = (STORES, TILES) if "griddepcontrol" in ptx else ()
+        early = [len(early_lines(ptx, kind)) for kind in kinds] or [0, 0]
+        sys.stdout.write(
+            f"{name} {shared} {resources(kernel.asm['cubin'])} {early[0]} {early[1]}\n"
+        )
         sys.stdout.flush()
 
 

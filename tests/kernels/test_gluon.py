@@ -17,6 +17,7 @@ import forkserver
 import pytest
 import torch
 import torch.nn.functional as F
+from early_lines import STORES, early_lines
 from kernel_cases import TOLERANCE
 from torch import Tensor
 
@@ -641,7 +642,7 @@ EACH_KIND = (
 MORE_FORMS = (
     *("8B", "0.5B", "1B-long", "heads-80", "heads-256", "quick-gelu-bias", "codes-gated-32"),
     *("codes-stored-32", "products-17", "gated-undivided", "gated-undivided-wide", "gated-three"),
-    *("gated-narrow", "gated-odd-widest", "gated-odd-three"),
+    *("gated-narrow", "gated-odd-widest", "gated-widest", "gated-odd-three"),
     *("teams-gated-2", "teams-gated-64", "teams-added-32", "teams-stored-17"),
     *(
         "blocks-gated-8",
@@ -659,6 +660,17 @@ MORE_FORMS = (
 )
 
 
+# Copies of tiles, as the code has them, before the kernel ahead is waited for: of attention none,
+# of a weight one, or one of the gate's and one of up's, and as many of a tile's second product.
+EARLY_TILES = {
+    **dict.fromkeys(("heads-48", "8B", "0.5B", "1B-long", "heads-80", "heads-256"), 0),
+    **dict.fromkeys(("parts", "parts-wide"), 1),
+    **dict.fromkeys(("gated-bias", "gated-narrow", "gated-undivided", "quick-gelu-bias"), 2),
+    **dict.fromkeys(("gated-undivided-wide", "gated-three"), 2),
+    **dict.fromkeys(("gated-odd", "gated-odd-widest", "gated-widest", "gated-odd-three"), 4),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
@@ -668,7 +680,10 @@ MORE_FORMS = (
 def test_they_compile_for_a_hopper_gpu_that_is_not_there(
     names: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """By a child, for here kernels are interpreted, and with registers enough for their loops."""
+    """By a child, for here kernels are interpreted, and with registers enough for their loops.
+
+    Nothing is written before the kernel ahead was waited for, nor are tiles brought but of weights.
+    """
     pytest.importorskip("triton", reason="triton is not installed")
     script = Path(__file__).with_name("compiled_gluon.py")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
@@ -681,7 +696,47 @@ def test_they_compile_for_a_hopper_gpu_that_is_not_there(
     )
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [name for name, *_ in lines] == list(names), done.stderr
-    for name, shared, _, stack in lines:
+    for name, shared, _, stack, stores, tiles in lines:
         assert int(shared) <= 227 * 1024, name
         # A tile of results in it, and not in registers, would take 256 or 512 bytes.
         assert int(stack) < 192, name
+        assert stores == "0", name
+        assert name not in EARLY_TILES or int(tiles) == EARLY_TILES[name], name
+
+
+@pytest.mark.slow
+def test_gate_and_up_wait_for_a_weight_whose_numbers_were_just_made(tmp_path: Path) -> None:
+    """Any other is older than the kernel before, and begins to be read beside it."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    script = Path(__file__).with_name("fresh_numbers.py")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = forkserver.run(
+        [sys.executable, str(script)],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.splitlines() == [
+        "nothing _linear_kernel False",
+        "_numbers_kernel _linear_kernel True",
+    ], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "stores"),
+    [
+        ("griddepcontrol.wait;\n st.global.b32 [%rd1], %r1;\n ret;", 0),
+        ("st.global.b32 [%rd1], %r1;\n griddepcontrol.wait;\n ret;", 1),
+        # One of two ways there has not waited.
+        ("@%p1 bra $L__1;\n griddepcontrol.wait;\n$L__1:\n st.global.b32 [%rd1], %r1;\n ret;", 1),
+        ("@%p1 bra $L__1;\n griddepcontrol.wait;\n bra.uni $L__2;\n$L__1:\n ret;\n$L__2:\n"
+         " @%p2 red.release.gpu.global.add.u64 [%rd1], 1;\n ret;", 0),
+        # Each of an indirect branch's warps waits for itself.
+        ("bb: .branchtargets\n $L__1,\n $L__2;\n brx.idx %r1, bb;\n$L__1:\n griddepcontrol.wait;\n"
+         " ret;\n$L__2:\n st.global.b32 [%rd1], %r1;\n ret;", 1),
+        ("st.shared.b32 [%r1], %r2;\n ret;", 0),
+    ],
+)  # fmt: skip
+def test_stores_before_a_wait_are_found(code: str, stores: int) -> None:
+    assert len(early_lines(f".visible .entry kernel(\n)\n{{\n {code}\n}}\n", STORES)) == stores

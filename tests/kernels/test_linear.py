@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -371,10 +372,11 @@ def test_parts_of_a_linear_are_chosen_as_they_were_seen_to_be_faster(
     ("rows", "n", "k", "tile"),
     [
         *[(65, 896, 4864, (64, 6)), (128, 896, 4864, (64, 6)), (256, 896, 4864, (64, 3))],
-        (128, 768, 3072, (64, 6)),
+        *[(128, 768, 4096, (64, 6)), (128, 512, 2048, (64, 4))],
         # Where cuBLAS is as fast, asks for whole rows, or is not asked for parts.
         *[(192, 896, 4864, None), (128, 2048, 8192, None), (128, 4096, 14336, None)],
         *[(128, 896, 4872, None), (128, 896, 896, None), (64, 896, 4864, None)],
+        *[(224, 896, 4864, None), (128, 768, 1536, None)],
     ],
 )
 def test_parts_of_short_results_are_by_a_kernel_of_hopper(
@@ -390,6 +392,12 @@ def test_parts_of_short_results_are_by_a_kernel_of_hopper(
     assert tiles.choose_parts_tile(rows, n, k, ADA) is None
     with quickly(Quick.PRODUCTS):
         assert tiles.choose_parts_tile(rows, n, k, HOPPER) is None
+
+
+def test_a_hopper_gpu_of_few_multiprocessors_has_parts_only_where_there_are_two() -> None:
+    few = replace(HOPPER, num_multiprocessors=78)
+    assert tiles.choose_parts_tile(128, 1024, 4096, few) == (64, 3)
+    assert tiles.choose_parts_tile(256, 1024, 4096, few) is None
 
 
 @pytest.mark.parametrize(
@@ -502,7 +510,7 @@ def hopper() -> ModuleType:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(
-    "sizes", [(), (64, 2), (64, 3), (128, 2), (40, 2), (80, 2), (144, 2), (48, 3)]
+    "sizes", [(), (64, 2), (64, 3), (128, 2), (40, 2), (80, 2), (144, 2), (160, 2), (48, 3)]
 )
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -648,7 +656,8 @@ def test_gated_linear_on_hopper_leaves_what_it_does_not_fit(hopper: ModuleType) 
         (37888, 3584, (80, 100, 128, 8192), (160, 192, 224, 256, 512)),
         (17920, 1536, (80, 100, 128, 8192), (160, 224, 256)),
         (9728, 896, (96, 128, 129, 192, 200, 256, 1024, 2048, 4096, 8192), (95, 193, 512)),
-        (16384, 2048, (96, 100, 128, 192, 256), (64, 65, 80, 129, 160, 200)),
+        (16384, 2048, (96, 100, 128, 183, 192, 224, 256), (64, 65, 80, 129, 160, 182, 200)),
+        (16384, 3072, (96, 128, 256), (80, 224)),
         (12288, 2048, (128, 192, 256), (80, 160, 224)),
         (22016, 2048, (80, 100, 128), (160, 192, 224, 256)),
         (19456, 2560, (80, 100, 128), (160, 192, 224, 256)),
@@ -702,7 +711,8 @@ def test_most_multiprocessors_have_a_program_of_the_tile_of_gate_and_up() -> Non
 
 
 @pytest.mark.parametrize(
-    ("rows", "used"), [(64, False), (256, False), (1024, False), (2048, True), (5476, True)]
+    ("rows", "used"),
+    [*[(0, False), (64, False), (256, False), (1024, False)], *[(2048, True), (5476, True)]],
 )
 def test_a_quick_gelu_on_hopper_is_part_of_a_product_of_many_rows(rows: int, used: bool) -> None:
     """Of Qwen2-VL's encoder, 5120x1280."""

@@ -90,11 +90,12 @@ def linear(
 
         return invariant.linear(values, weight, bias, gated=gated, activation=activation)
     tile = _tile(values, weight, gated, ending="gated" if gated else "activated")
+    fresh = False
     if isinstance(weight, CodedWeight) and tile is None:
         product = weight.product(values, bias) if squares is None else None
         if product is not None:
             return reference.activate(product, gated, activation)
-        weight = weight.numbers(values.dtype)
+        weight, fresh = weight.numbers(values.dtype), True
     of_hopper = activation in (None, "silu") if gated else activation == "quick_gelu"
     if (
         isinstance(weight, Tensor)
@@ -106,9 +107,10 @@ def linear(
 
         rows = _as_matrix(x)
         if gated:
-            out = hopper.gated_linear(rows, weight, bias, *_gated_tile(values, weight))
+            tile_of = _gated_tile(values, weight)
+            out = hopper.gated_linear(rows, weight, bias, *tile_of, fresh=fresh)
         else:
-            out = hopper.quick_gelu_linear(rows, weight, bias)
+            out = hopper.quick_gelu_linear(rows, weight, bias, fresh=fresh)
         return out.view(*values.shape[:-1], out.shape[-1])
     if tile is not None:
         from engine_core.kernels.linear import triton

@@ -797,7 +797,7 @@ _ACTIVATION = {True: 262, False: 350}
 GATED_WIDTHS = {2: (64, 80, 96, 128, 144, 160), 3: (48, 64)}
 # Columns of a weight that tiles of less than 128 were measured with, a third more. The least share
 # of the multiprocessors that has a tile, if there is one for each at most, and of those of weights
-# of fewer columns than 1024, before which a norm without a division needs no launch.
+# of fewer columns than 1024, before which up to 128 rows' norm without a division needs no launch.
 _MOST_NARROW_K = 4096
 _BUSY_SHARE, _UNDIVIDED_SHARE = 0.65, 0.55
 
@@ -890,5 +890,7 @@ def hopper_wins(rows: int, n: int, k: int, programs: int, *, gated: bool = True)
     if gated:
         return gated_tile(rows, n, k, programs) is not None
     row_tiles = -(-rows // 128)
+    if row_tiles <= 2:
+        return False
     busy, filled = _busy_share(row_tiles * -(-n // 256), programs), rows / (row_tiles * 128)
-    return row_tiles > 2 and busy * filled * (1 + _ACTIVATION[False] / k) >= 0.99
+    return busy * filled * (1 + _ACTIVATION[False] / k) >= 0.99

@@ -111,6 +111,7 @@ def _load(
     WIDTH: gl.constexpr,
     MORE: gl.constexpr,
     GATED: gl.constexpr,
+    FRESH: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """The warp that loads."""
@@ -122,7 +123,9 @@ def _load(
     more_boxes = boxes
     if MORE:
         more_boxes = reinterpret(more_smem, weight_desc.dtype, [STAGES * 2, MORE, _STEP], swizzle)
-    # The weight is older than all kernels: its first tiles do not wait for x.
+    # A weight that is older than all kernels does not wait for x with its first tiles.
+    if FRESH:
+        wait(PDL)
     _, col = _place(gl.program_id(0), row_tiles, col_tiles, GROUPS, WIDTH, MORE, GATED)
     preloaded = gl.minimum(steps, STAGES)
     for stage in range(preloaded):
@@ -357,6 +360,7 @@ def _linear_kernel(
     GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     SQUARES: gl.constexpr,
+    FRESH: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Tiles of GROUPS * _ROWS rows by WIDTH + MORE of N columns, for both halves of the weight.
@@ -364,7 +368,7 @@ def _linear_kernel(
     Its rows are those of the gate, then those of up. The columns are two products, for one has a
     power of 2 of columns here. If it is not gated, tiles have 2 * WIDTH columns, whose activation
     is a quick GELU. With SQUARES, x still lacks RMSNorm's division, which is made up for after the
-    products.
+    products. A weight that is FRESH may still be written by the kernel ahead.
     """
     launch_dependents(PDL)
     element: gl.constexpr = x_desc.dtype
@@ -407,7 +411,7 @@ def _linear_kernel(
                 )),
                 (_load, (
                     x_desc, weight_desc, more_desc, x_smem, weight_smem, more_smem, full, empty,
-                    row_tiles, col_tiles, steps, N, WIDTH, MORE, GATED, PDL,
+                    row_tiles, col_tiles, steps, N, WIDTH, MORE, GATED, FRESH, PDL,
                 )),
             ],
             [4, 4, 1],
@@ -429,7 +433,7 @@ def _linear_kernel(
                 )),
                 (_load, (
                     x_desc, weight_desc, more_desc, x_smem, weight_smem, more_smem, full, empty,
-                    row_tiles, col_tiles, steps, N, WIDTH, MORE, GATED, PDL,
+                    row_tiles, col_tiles, steps, N, WIDTH, MORE, GATED, FRESH, PDL,
                 )),
             ],
             [4, 1],
@@ -503,6 +507,8 @@ def gated_linear(
     bias: Tensor | None,
     width: int = WIDE,
     groups: int = 2,
+    *,
+    fresh: bool = False,
 ) -> Tensor:
     """silu_and_mul of ``x [M, K]`` by ``weight [2 N, K]``: ``[M, N]``.
 
@@ -510,14 +516,17 @@ def gated_linear(
     ``width`` columns of N, a power of 2 from 32 to 128 or the sum of it and a smaller one from 8
     on, 160 at most, and 64 rows of each of ``groups``, 2 or, by at most 64 columns, 3.
     What :func:`fits` asks of x and the weight holds, and there are rows. Nothing that is still
-    running writes the weight: it is read before the kernels before are waited for.
+    running writes the weight, which is read before the kernels before are waited for, unless it is
+    ``fresh``.
     """
-    return _launch(x, weight, bias, width, groups, gated=True)
+    return _launch(x, weight, bias, width, groups, gated=True, fresh=fresh)
 
 
-def quick_gelu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def quick_gelu_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, fresh: bool = False
+) -> Tensor:
     """quick_gelu of ``x [M, K]`` by ``weight [N, K]``: ``[M, N]``; as :func:`gated_linear`."""
-    return _launch(x, weight, bias, WIDE, 2, gated=False)
+    return _launch(x, weight, bias, WIDE, 2, gated=False, fresh=fresh)
 
 
 def _stages(width: int, groups: int) -> int:
@@ -535,6 +544,7 @@ def _launch(
     groups: int,
     *,
     gated: bool,
+    fresh: bool,
 ) -> Tensor:
     x, squares, eps = taken_apart(given)
     rows, k = x.shape
@@ -572,6 +582,7 @@ def _launch(
         GATED=gated,
         HAS_BIAS=bias is not None,
         SQUARES=0 if squares is None else squares.shape[1],
+        FRESH=fresh,
         num_warps=4,
         **pdl_options(x.device),
     )
