@@ -685,7 +685,7 @@ def test_the_gated_linear_on_hopper_is_used_where_it_was_seen_to_be_faster(
         *[(128, 17920, 1536, (80, 2)), (128, 22016, 2048, (96, 2)), (80, 37888, 3584, (144, 2))],
         *[(128, 28672, 4096, (128, 2)), (4096, 9728, 896, (128, 2))],
         # Narrow tiles of longer rows were not measured.
-        (128, 16384, 8192, None),
+        *[(128, 16384, 8192, None), (100, 22528, 8192, (128, 2))],
     ],
 )
 def test_the_gated_linear_on_hopper_has_the_narrowest_tiles_that_are_one_turn(
@@ -697,6 +697,7 @@ def test_the_gated_linear_on_hopper_has_the_narrowest_tiles_that_are_one_turn(
         counts = {
             each: -(-rows // (64 * groups)) * -(-n // (2 * each))
             for each in tiles.GATED_WIDTHS[groups]
+            if each >= 128 or k <= 4096
         }
         assert counts[width] <= 132
         assert all(count > 132 for each, count in counts.items() if each < width)

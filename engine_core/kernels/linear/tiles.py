@@ -847,13 +847,15 @@ def _one_turn_tile(rows: int, n: int, k: int, programs: int) -> GatedTile | None
     row_tiles = -(-rows // (64 * groups))
     if row_tiles > 2:
         return None
-    counts = ((width, row_tiles * -(-n // (2 * width))) for width in GATED_WIDTHS[groups])
+    # Of longer rows tiles of less than 128 columns were not measured.
+    widths = [width for width in GATED_WIDTHS[groups] if width >= 128 or k <= _MOST_NARROW_K]
+    counts = ((width, row_tiles * -(-n // (2 * width))) for width in widths)
     found = next(((width, tiles) for width, tiles in counts if tiles <= programs), None)
     if found is None:
         return None
     width, tiles = found
     share = _UNDIVIDED_SHARE if k < 1024 else _BUSY_SHARE
-    if tiles < share * programs or (width < 128 and k > _MOST_NARROW_K):
+    if tiles < share * programs:
         return None
     if groups == 3:
         least = 129 if k < 1024 else 183
