@@ -658,7 +658,8 @@ def paged_attention(call: Call) -> None:
             ),
             num_warps=cut.num_warps,
             num_stages=cut.num_stages,
-            maxnreg=cut.registers or None,
+            # Not every kind of GPU's compiler has this option.
+            **({"maxnreg": cut.registers} if cut.registers else {}),
             **pdl,
         )
     if num_rows > num_decode_rows and call.max_query_len:
