@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from itertools import product
+from pathlib import Path
 
+import forkserver
 import pytest
 
 from engine_core.kernels.attention import decode
@@ -128,11 +132,31 @@ def test_the_next_kernel_is_launched_at_once_where_programs_leave_room() -> None
     def at_once(rows: int, kv_heads: int, dim: int = 128, number_bytes: int = 2) -> bool:
         return decode.leaves_room(rows * kv_heads, dim, number_bytes, H200)
 
-    assert at_once(32, 8)
+    assert all(at_once(rows, 8) for rows in (25, 32, 33))
     assert at_once(64, 4)
-    assert not any(at_once(rows, 8) for rows in (1, 8, 16, 24, 40, 64, 256))
-    assert not any(at_once(rows, 8, 64) for rows in (1, 8, 32, 64, 256))
-    assert not at_once(32, 8, number_bytes=1)
+    assert not any(at_once(rows, 8) for rows in (1, 8, 16, 24, 34, 40, 64, 256))
+    for dim in (64, 256):
+        assert not any(at_once(rows, 8, dim) for rows in (1, 8, 32, 64, 256))
+    for number_bytes in (1, 4):
+        assert not at_once(32, 8, number_bytes=number_bytes)
+
+
+@pytest.mark.slow
+def test_the_kernel_launches_the_next_before_its_wait_or_behind_its_products(
+    tmp_path: Path,
+) -> None:
+    """By a child, which compiles it, for here kernels are interpreted."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    script = Path(__file__).with_name("early_attention.py")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = forkserver.run(
+        [sys.executable, str(script), "24", "32"],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.splitlines() == ["24 last 1", "32 first 1"], done.stderr
 
 
 def test_a_launch_is_of_powers_of_2() -> None:

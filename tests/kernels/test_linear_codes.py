@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import random
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -159,10 +160,14 @@ def test_products_and_what_activates_them(
     case.check(run(case.x, True, None), gate * torch.sigmoid(gate) * up, 2)
     gelu = torch.nn.functional.gelu(case.product)
     case.check(run(case.x, False, "gelu"), gelu)
-    squares = torch.rand(rows, 3, device="cuda") + 0.5
+    # Means of about 1: activated, larger numbers would be too sensitive.
+    squares = (torch.rand(rows, 3, device="cuda") + 0.5) * kind.k / 3
     mean = squares.double().sum(-1, keepdim=True) / kind.k
     divided = (case.product - case.bias.double()) / (mean + 1e-5).sqrt() + case.bias.double()
     case.check(run(DeferredRMSNorm(case.x, squares, 1e-5), False, None), divided)
+    gate, up = divided.chunk(2, -1)
+    gated = gate * torch.sigmoid(gate) * up
+    case.check(run(DeferredRMSNorm(case.x, squares, 1e-5), True, None), gated, 2)
 
 
 @pytest.mark.gpu
@@ -445,6 +450,30 @@ def test_a_gated_program_has_room_beside_that_of_a_short_run() -> None:
     assert registers(short) + registers(of_gated) <= 65536
     assert memory(short) + memory(of_gated) <= 227 * 1024
     assert not long.max_registers
+
+
+def test_teams_of_any_shape_fit_a_multiprocessor() -> None:
+    """Random weights, with zeros and the widest scales. Registers are those of the whole launch."""
+    module: Any = importlib.import_module("engine_core.kernels.linear.teams.hopper.triton")
+    shapes, seen = random.Random(0), set()
+    for _ in range(20_000):
+        rows, n = shapes.randint(1, 70), 64 * shapes.randint(4, shapes.choice((160, 1024)))
+        k = shapes.choice((128, 1024)) * shapes.randint(2, 16)
+        tile = choose_teams_tile(rows, n, k, shapes.random() < 0.5, HOPPER)
+        if tile is None:
+            continue
+        seen.add((tile.teams, tile.max_registers, tile.ahead))
+        block_m = max(tile.least_rows, 1 << (rows - 1).bit_length())
+        step = tile.teams * 64 * (128 + 2 * 5) + 2 * block_m * 256
+        assert tile.num_stages * step + 1024 <= 227 * 1024
+        # The warp that loads is one of four, and without a bound a launch has all that there are.
+        threads = 128 * (tile.teams + 1)
+        launched = tile.max_registers or 65536 // threads // 8 * 8
+        of_team = module._REGISTERS[tile.teams, tile.max_registers]
+        assert 128 * (tile.teams * of_team + 32) <= threads * launched <= 65536
+        # A team that has less waits for each product, by its machine code.
+        assert of_team >= 168 or not tile.ahead
+    assert seen == {(4, 0, False), (2, 80, False), (2, 88, False), (2, 0, True)}
 
 
 def test_where_blocks_were_seen_to_be_faster() -> None:

@@ -274,7 +274,8 @@ def _decode_kernel(
     The plan's item names the row and the split. Where a row has more than one split, ``partial
     [max_items, Hq, Dv]`` float32 takes the results and ``lse`` their logarithmic denominators; the
     last program to arrive merges them, MERGED_SPLITS of MERGED_HEADS at a time. With AT_ONCE the
-    next kernel is launched as soon as all programs run.
+    next kernel is launched as soon as all programs run, so that it may read nothing before it waits
+    but what is older than all kernels.
     """
     if AT_ONCE:
         launch_dependents(PDL)

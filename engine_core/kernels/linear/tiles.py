@@ -595,7 +595,7 @@ def choose_teams_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -
     room = gpu.num_multiprocessors
     outputs = n // 2 if gated else n
     block_n, teams, splits, registers = CODES_BLOCK_N, 2, 1, 0
-    stages, least = 4, 8
+    stages, least, ahead = 4, 8, False
     if gated:
         block_n //= 2
         if rows <= 16:
@@ -611,10 +611,11 @@ def choose_teams_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -
             splits *= 2
         if k < 1024 * splits:
             return None
-        stages = 3
-        if k < 2048 * splits:
+        stages, ahead = 3, k > 1024 * splits
+        if not ahead:
             # A program of the gated weight behind has room beside this one, and this one beside two
-            # of attention before: their first tiles come while others end.
+            # of attention before: their first tiles come while others end. Products that are begun
+            # ahead would not fit: ptxas has each wait for the one before then.
             registers = 88
     else:
         return None
@@ -626,7 +627,7 @@ def choose_teams_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -
         least_rows=least,
         most_rows=64,
         max_registers=registers,
-        ahead=not gated and k > 1024 * splits,
+        ahead=ahead,
         teams=teams,
     )
 
