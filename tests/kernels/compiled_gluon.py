@@ -2,9 +2,9 @@
 
 Run by itself, as ``compiled_ahead.py``. It prints a line for each kernel: its name, bytes of shared
 memory, registers of a thread at its launch, bytes of its stack, where what does not fit into
-registers is kept, and how many of its stores, and copies of tiles to shared memory, may come before
-it waited for the kernel ahead. With names as arguments it compiles these alone. Another release of
-Triton may be put first on the path.
+registers is kept, and how many of its stores, copies of tiles to shared memory, and loads of
+numbers may come before it waited for the kernel ahead. With names as arguments it compiles these
+alone. Another release of Triton may be put first on the path.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import triton
 from compiled_ahead import compile_launches
-from early_lines import STORES, TILES, early_lines
+from early_lines import LOADS, STORES, TILES, early_lines
 from torch import Tensor
 
 from engine_core.kernels import Chain, ChainNorm, DeferredRMSNorm, Fp8Weight, GroupWeight
@@ -316,11 +316,10 @@ def main(names: list[str]) -> None:
         launch(*arguments)
         kernel = compiled[-1]
         shared, ptx = kernel.metadata.shared, kernel.asm["ptx"]
-        kinds = (STORES, TILES) if "griddepcontrol" in ptx else ()
-        early = [len(early_lines(ptx, kind)) for kind in kinds] or [0, 0]
-        sys.stdout.write(
-            f"{name} {shared} {resources(kernel.asm['cubin'])} {early[0]} {early[1]}\n"
-        )
+        kinds = (STORES, TILES, LOADS) if "griddepcontrol" in ptx else ()
+        early = [len(early_lines(ptx, kind)) for kind in kinds] or [0, 0, 0]
+        numbers = " ".join(map(str, early))
+        sys.stdout.write(f"{name} {shared} {resources(kernel.asm['cubin'])} {numbers}\n")
         sys.stdout.flush()
 
 

@@ -10,9 +10,10 @@ import re
 from dataclasses import dataclass, field
 
 WAIT = "griddepcontrol.wait"
-# Writes to global memory, and tiles that are brought from it.
+# Writes to global memory, tiles that are brought from it, and numbers.
 STORES = re.compile(r"\bst\.global|\b(red|atom)\.\S*global|\.tensor\.\dd\.global\.shared")
 TILES = re.compile(r"\.tensor\.\dd\.shared::\w+\.global")
+LOADS = re.compile(r"\bld(\.\w+)*\.global")
 _LABEL = re.compile(r"([$\w]+):(?!:)")
 _BRANCH = re.compile(r"(@\S+\s+)?bra(?:\.uni)?\s+([$\w]+);")
 _ENDS = re.compile(r"(@\S+\s+)?(bra|brx|ret|trap)\b")

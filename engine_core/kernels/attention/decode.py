@@ -258,12 +258,12 @@ def launch(
 def leaves_room(programs: int, dims: int, number_bytes: int, multiprocessors: int) -> bool:
     """Whether the kernel behind attention is launched as soon as all programs of attention run.
 
-    It may then bring its weight, which it does not wait for, while the last of these end. So where
-    unsplit rows make two programs on most multiprocessors, which all have room beside others: us of
-    a layer of Llama 3 8B on an H200 with 4-bit weights, launched behind the products and at once,
-    32 rows 94.9, 93.2, of unequal lengths 100.3, 100.1; 24 rows 85.5, 85.7; 48 rows 139.0, 140.2.
-    Weights of 16 bits, whose first tiles do not wait in shared memory, gain nothing: 32 rows 154.8,
-    155.2. Other heads and caches of 8 bits were not measured.
+    It may then bring its weight, which it does not wait for, while the last of these end. That is
+    so where unsplit rows make two programs on most multiprocessors, which all have room beside
+    others. us of a layer of Llama 3 8B on an H200 with 4-bit weights, launched behind the products
+    and at once: 32 rows 94.9, 93.2, of unequal lengths 100.3, 100.1; 24 rows 85.5, 85.7; 48 rows
+    139.0, 140.2. Weights of 16 bits, whose first tiles do not wait in shared memory, gain nothing:
+    32 rows 154.8, 155.2. Heads of up to 64 or more than 128 and caches of 8 bits were not measured.
     """
     measured = number_bytes == 2 and 64 < dims <= 128
     return measured and 3 * multiprocessors < 2 * programs <= 4 * multiprocessors
