@@ -133,22 +133,22 @@ def test_wide_heads_are_rehearsed(tmp_path: Path) -> None:
     assert found["registers"]["_decode_kernel"] == 255
 
 
-def test_quick_steps_of_all_sizes_are_compiled_ahead(tmp_path: Path) -> None:
-    """Weights of few bits have other kernels for some numbers of tokens than for most."""
+def test_steps_of_all_sizes_are_compiled_ahead(tmp_path: Path) -> None:
+    """Weights and caches of few bits have other kernels for some numbers of tokens and prompts."""
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 2048,
-        "intermediate_size": 4096,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
         "num_hidden_layers": 1,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "vocab_size": 1024,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
         "max_position_embeddings": 8192,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    quantizations = ("int4", "int8", "fp8")
-    found = rehearsals(tmp_path / "cache", str(tmp_path), *quantizations, script="quick_shapes.py")
-    for quantization, told in zip(quantizations, found, strict=True):
-        assert told["known"] > 8, quantization
-        assert told["others"] == [], quantization
+    settings = ("int4=fp8=256", "int8=auto=64", "fp8=int8=512")
+    found = rehearsals(tmp_path / "cache", str(tmp_path), *settings, script="sizes_ahead.py")
+    for setting, told in zip(settings, found, strict=True):
+        assert told["known"] > 8, setting
+        assert told["quick"] == told["without_graphs"] == [], setting
