@@ -822,12 +822,12 @@ def gated_tile(rows: int, n: int, k: int, programs: int) -> GatedTile | None:
     tile = _one_turn_tile(rows, n, k, programs)
     if tile is not None:
         return tile
-    row_tiles = -(-rows // 128)
-    tiles = row_tiles * -(-n // 256)
-    busy, filled = _busy_share(tiles, programs), rows / (row_tiles * 128)
-    if row_tiles > 2:
-        taken = busy * filled * (1 + _ACTIVATION[True] / k) >= 0.99
+    if rows > 256:
+        taken = _fills_turns(rows, n, k, programs, gated=True)
     else:
+        row_tiles = -(-rows // 128)
+        tiles = row_tiles * -(-n // 256)
+        busy, filled = _busy_share(tiles, programs), rows / (row_tiles * 128)
         # us as above, by cuBLAS and by tiles of 128: 28672x4096, 224 rows 129.0, 134.0; 256 rows
         # 141.9, 139.4. 27648x5120, 256 rows 171.5, 182.0.
         taken = tiles > programs and filled >= (0.75 if row_tiles == 1 else 0.93) and busy > 0.83
@@ -876,6 +876,13 @@ def _busy_share(tiles: int, programs: int) -> float:
     return tiles / (-(-tiles // programs) * programs)
 
 
+def _fills_turns(rows: int, n: int, k: int, programs: int, *, gated: bool) -> bool:
+    """Whether tiles of 128 rows by 256 columns leave less empty than the activation takes."""
+    row_tiles = -(-rows // 128)
+    busy, filled = _busy_share(row_tiles * -(-n // 256), programs), rows / (row_tiles * 128)
+    return busy * filled * (1 + _ACTIVATION[gated] / k) >= 0.99
+
+
 def hopper_wins(rows: int, n: int, k: int, programs: int, *, gated: bool = True) -> bool:
     """Whether cuBLAS and an activation by itself are slower for a weight ``[n, k]``.
 
@@ -892,8 +899,4 @@ def hopper_wins(rows: int, n: int, k: int, programs: int, *, gated: bool = True)
     """
     if gated:
         return gated_tile(rows, n, k, programs) is not None
-    row_tiles = -(-rows // 128)
-    if row_tiles <= 2:
-        return False
-    busy, filled = _busy_share(row_tiles * -(-n // 256), programs), rows / (row_tiles * 128)
-    return busy * filled * (1 + _ACTIVATION[False] / k) >= 0.99
+    return rows > 256 and _fills_turns(rows, n, k, programs, gated=False)
