@@ -724,17 +724,18 @@ def _steps_beside(max_chunk: int, max_rows: int) -> Iterator[GraphKey]:
                 yield GraphKey(decode + tokens, decode, prefill)
 
 
-def _odd_steps(max_num_batched_tokens: int, max_rows: int) -> list[GraphKey]:
+def _odd_steps(max_num_batched_tokens: int, max_rows: int, coded: bool) -> list[GraphKey]:
     """Steps that launch what steps without a graph do, of any number of tokens and rows.
 
     Of 1,023 tokens gate and up of most models have Hopper's kernel, which has a variant for weights
-    of few bits that were just turned into numbers. Of many prompts a cache of codes has kernels by
-    powers of 2, and one for those that have no room as numbers.
+    of few bits that were just turned into numbers. Of many prompts a cache that is ``coded`` has
+    kernels by powers of 2, and one for those that have no room as numbers.
     """
     decode = ROWS_BESIDE[0]
     counts = [count for count in (128, 256, 512, 1024) if count < max_rows] + [max_rows]
+    many = [(250, count) for count in counts] if coded else []
     keys = []
-    for least, rows in [(250, 3), (991, 3), (2050, 3), *((250, count) for count in counts)]:
+    for least, rows in [(250, 3), (991, 3), (2050, 3), *many]:
         tokens = min(max(least, rows), max_num_batched_tokens)
         keys.append(GraphKey(decode + tokens, decode, min(rows, tokens, max_rows)))
     return [*dict.fromkeys(keys)]
@@ -812,7 +813,7 @@ class GraphSteps(_Graphs):
         most = max_num_batched_tokens + state.steps.max_rows
         self._largest_bytes = state.step_bytes * largest // most
         self._max_tokens = max_tokens
-        self._odd = _odd_steps(max_num_batched_tokens, state.steps.max_rows)
+        self._odd = _odd_steps(max_num_batched_tokens, state.steps.max_rows, state.coded)
         # Whether a step of any shape may be quick, kernel by kernel, while others are compiled.
         self._stands_in = any(key.quick for key in at_start)
         self._most_tokens = max_num_batched_tokens
