@@ -130,7 +130,7 @@ def test_idle_threads_of_openmp_poll_briefly(
 def test_numpy_starts_no_threads_unless_it_is_told_to(asked: str | None) -> None:
     script = (
         "import os; from engine_core import own_process; own_process.claim(); import numpy; "
-        "print(len(os.listdir('/proc/self/task')))"
+        "print(len(os.listdir('/proc/self/task')), os.environ['OPENBLAS_NUM_THREADS'])"
     )
     kept = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")}
     done = subprocess.run(
@@ -140,9 +140,11 @@ def test_numpy_starts_no_threads_unless_it_is_told_to(asked: str | None) -> None
         check=True,
         env=kept if asked is None else {**kept, "OPENBLAS_NUM_THREADS": asked},
     )
+    threads, told = map(int, done.stdout.split())
+    assert told == int(asked or 1)
     if asked is None:
-        assert int(done.stdout) == 1
-    elif own_process.count_cores() > 1 and int(done.stdout) == 1:
+        assert threads == 1
+    elif own_process.count_cores() > 1 and threads == 1:
         pytest.skip("NumPy's library of products is not OpenBLAS with threads of its own")
 
 
