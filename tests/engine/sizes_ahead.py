@@ -16,6 +16,8 @@ from contextlib import suppress
 from itertools import product
 from unittest.mock import patch
 
+from rehearsed import MEMORY
+
 from engine_core import EngineConfig
 from engine_core.engine.beside import Rehearsal
 from engine_core.engine.rehearsal import rehearse
@@ -27,7 +29,6 @@ from engine_core.runtime.graphs import GraphSteps
 from engine_core.runtime.step_batch import QUICK_GRAIN, GraphKey
 
 MOST_TOKENS = 8192
-MEMORY = (140 << 30, 140 << 30)
 # Prompts and tokens of steps without a graph.
 PROMPTS = (1, 7, 33, 65, 129, 250, 300)
 TOKENS = (1, 65, 129, 200, 256, 300, 600, 700, 900, 1000, 1500, 2047, 3000, 7000)
