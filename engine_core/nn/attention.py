@@ -200,9 +200,18 @@ class Attention(CachedLayer):
         return self.attend(q, k_cache, v_cache, attn_metadata)
 
     def attend(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, attn_metadata: AttentionMetadata
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        attn_metadata: AttentionMetadata,
+        *,
+        chained: bool = False,
     ) -> Tensor:
-        """``q [T, heads, D]`` to ``[T, heads, Dv]``; this step's keys and values are stored."""
+        """``q [T, heads, D]`` to ``[T, heads, Dv]``; this step's keys and values are stored.
+
+        ``chained`` says that a chain of linears follows, for which the kernel may make room.
+        """
         return paged_attention(
             q,
             k_cache,
@@ -220,4 +229,5 @@ class Attention(CachedLayer):
             prefix_lens=attn_metadata.prefix_lens,
             memo=attn_metadata.memos.setdefault(self.group_id, {}),
             deterministic=self.deterministic,
+            chained=chained,
         )

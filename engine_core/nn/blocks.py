@@ -371,11 +371,14 @@ class DecoderLayer(Module):
         inputs: tuple[Any, ...]
         if isinstance(x, Attended) or self._chains(x):
             queries, residual = self._queries(x, residual, cos_sin, cache, attn_metadata)
-            heads = attention.attend.attend(queries, *cache[:2], attn_metadata)
+            chained = self.chained if self._chains(residual) else None
+            # A family's own attention need not know of chains.
+            options = {} if chained is None else {"chained": True}
+            heads = attention.attend.attend(queries, *cache[:2], attn_metadata, **options)
             heads = heads.flatten(1).unsqueeze(0)
             branch, inputs = attention.ends()[2], (heads,)
-            if self.chained is not None and self._chains(heads):
-                return Attended(heads, branch, self.chained), residual
+            if chained is not None:
+                return Attended(heads, branch, chained), residual
         else:
             normed, residual = self._entered(x, residual)
             inputs = (normed, cos_sin, cache, attn_metadata)

@@ -141,6 +141,17 @@ def test_the_next_kernel_is_launched_at_once_where_programs_leave_room() -> None
         assert not at_once(32, 8, number_bytes=number_bytes)
 
 
+def test_a_chain_is_launched_at_once_behind_caches_of_codes() -> None:
+    """Programs over numbers, and over wider heads, have no room beside a chain's."""
+
+    def at_once(number_bytes: int, dims: int) -> bool:
+        return decode.leaves_room(8, dims, number_bytes, H200, chained=True)
+
+    assert at_once(1, 64)
+    assert at_once(1, 128)
+    assert not any((at_once(1, 256), at_once(2, 128), at_once(4, 64)))
+
+
 @pytest.mark.slow
 def test_the_kernel_launches_the_next_before_its_wait_or_behind_its_products(
     tmp_path: Path,

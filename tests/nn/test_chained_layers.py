@@ -133,6 +133,22 @@ def test_a_layer_leaves_its_rest_to_the_next_one() -> None:
 
 
 @pytest.mark.usefixtures("_chains_on_cpu")
+def test_attention_hears_of_the_chain_that_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a family's own attention, which may not know the word, of none where there is none."""
+    made, heard = layers(), []
+
+    def attend(inner: Any, *args: Any, **options: Any) -> Tensor:
+        heard.append(options)
+        return inner(*args, **options)
+
+    for layer in made:
+        own = layer.self_attn.attend
+        monkeypatch.setattr(own, "attend", partial(attend, own.attend))
+    steps(made)
+    assert heard == [{"chained": True}, {"chained": True}, {}] * TOKENS
+
+
+@pytest.mark.usefixtures("_chains_on_cpu")
 def test_a_hook_on_either_layer_ends_the_chain_between_them() -> None:
     made = layers()
     watched = []

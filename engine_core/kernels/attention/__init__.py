@@ -33,6 +33,7 @@ def paged_attention(
     out: Tensor | None = None,
     memo: dict[Any, Any] | None = None,
     deterministic: bool = False,
+    chained: bool = False,
 ) -> Tensor:
     """Softmax attention of each row's new tokens over all the tokens that its blocks hold.
 
@@ -73,6 +74,8 @@ def paged_attention(
             the first must be too: a replay has to derive it anew.
         deterministic: whether each query's result must be the same, bit for bit, whatever other
             rows there are and however many queries of its own row. Only on a GPU.
+        chained: whether :func:`~engine_core.kernels.linear_chain` follows, which begins early if it
+            is let. Results do not depend on it.
 
     Returns:
         ``[T, Hq, Dv]``. Tokens at ``query_start[R]`` and beyond are not written.
@@ -138,7 +141,7 @@ def paged_attention(
     call = Call(
         q, k_cache, v_cache, out, block_tables, query_start, kv_lens, max_query_len, max_kv_len,
         num_decode_rows, scale, alibi_slopes, window, softcap, prefix_lens,
-        {} if memo is None else memo, deterministic, k_scales, v_scales,
+        {} if memo is None else memo, deterministic, k_scales, v_scales, chained,
     )  # fmt: skip
     if q.is_cuda:
         from engine_core.kernels.attention import triton

@@ -18,6 +18,7 @@ class Call:
         v_cache: likewise.
         k_scales: ``[num_blocks, Hk, block_size]`` float32, of codes; None of numbers.
         v_scales: likewise.
+        chained: whether a chain of linears follows.
     """
 
     q: Tensor
@@ -39,6 +40,7 @@ class Call:
     deterministic: bool = False
     k_scales: Tensor | None = None
     v_scales: Tensor | None = None
+    chained: bool = False
 
 
 def check_rows(

@@ -656,6 +656,7 @@ def paged_attention(call: Call) -> None:
                 dims,
                 1 if code else q.element_size(),
                 num_multiprocessors(q.device),
+                chained=call.chained,
             ),
             num_warps=cut.num_warps,
             num_stages=cut.num_stages,
