@@ -36,7 +36,9 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
 - ``late=0``: attention is launched when queries, keys and values are, not behind their products.
 - ``turned=0``: no heads are columns of attention's products.
 - ``teams=0``: 4-bit codes have no programs of several warp groups that share x.
-- ``chain=0``: no linears from one attention to the next are one launch.
+- ``chain=0``: no linears from one attention to the next are one launch; ``deals=0``: none
+  of 8-bit floats deals out tiles of gate and up.
+- ``at_once=0``: what follows attention is launched behind its products, with 1 at once.
 - ``coded=0``: norms and activations quantise no rows; ``scaled=0``: the rotation applies no scales.
 
 Random weights and a random cache, as in ``decode.py``; rows of 1030 tokens, and of 200 to 1860 at
@@ -204,6 +206,13 @@ def settings(text: str) -> Iterator[None]:
                         )._replace(LATE=at_once),
                     )
                 )
+            elif key == "at_once":
+                stack.enter_context(
+                    patch.object(attention, "leaves_room", lambda *_, v=values == "1", **__: v)
+                )
+            elif key == "deals":
+                floats = importlib.import_module("engine_core.kernels.linear.chain.hopper.triton")
+                stack.enter_context(patch.object(floats, "_DEALS", values == "1"))
             elif key == "turned" and values == "0":
                 launch = attention.launch
 

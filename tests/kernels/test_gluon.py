@@ -676,6 +676,9 @@ EARLY_TILES = {
 }
 
 
+DEALING = ("chain", "chain-bias")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
@@ -687,7 +690,8 @@ def test_they_compile_for_a_hopper_gpu_that_is_not_there(
 ) -> None:
     """By a child, for here kernels are interpreted, and with registers enough for their loops.
 
-    Nothing is written before the kernel ahead was waited for, and nothing is read but of weights.
+    Nothing is written before the kernel ahead was waited for, but for a count of tiles that chains
+    deal out, which is theirs alone; and nothing is read but of weights.
     """
     pytest.importorskip("triton", reason="triton is not installed")
     script = Path(__file__).with_name("compiled_gluon.py")
@@ -705,7 +709,7 @@ def test_they_compile_for_a_hopper_gpu_that_is_not_there(
         assert int(shared) <= 227 * 1024, name
         # A tile of results in it, and not in registers, would take 256 or 512 bytes.
         assert int(stack) < 192, name
-        assert stores == "0", name
+        assert stores == ("1" if name in DEALING else "0"), name
         if name in EARLY_TILES:
             assert (int(tiles), loads) == (EARLY_TILES[name], "0"), name
 

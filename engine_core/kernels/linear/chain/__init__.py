@@ -221,12 +221,15 @@ _COUNTS: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def barrier_count(device: torch.device) -> Tensor | None:
-    """``[1]`` int64, of this stream alone, that the programs of each launch add to.
+    """``[2]`` int64, of this stream alone, that the programs of each launch add to.
+
+    The first grows by as many for each meeting. The second counts tiles that are dealt out, and is
+    0 between launches.
 
     None in a graph capture for whose stream none was made: the graph's memory would be its place.
     """
     cuda = device.type == "cuda"
     key = (device, torch.cuda.current_stream(device).cuda_stream if cuda else 0)
     if key not in _COUNTS and not (cuda and torch.cuda.is_current_stream_capturing()):
-        _COUNTS[key] = torch.zeros(1, dtype=torch.int64, device=device)
+        _COUNTS[key] = torch.zeros(2, dtype=torch.int64, device=device)
     return _COUNTS.get(key)
