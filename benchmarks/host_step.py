@@ -40,6 +40,7 @@ from engine_core.engine.frontend import Frontend, choose_tokenizer
 from engine_core.engine.pacing import Pacing
 from engine_core.engine.process import Decoder, _Links
 from engine_core.engine.startup import load, open_engine
+from engine_core.runtime.chosen import ChosenRoom
 from engine_core.runtime.runner import ModelRunner
 from engine_core.runtime.step_batch import StepOutputs
 from engine_core.steps import TokenUpdate
@@ -51,9 +52,9 @@ class InstantGraphs:
     def __init__(self, runner: ModelRunner, rows: int) -> None:
         self._tables = runner._tables
         self._static = np.zeros((2, rows), dtype=np.int64)
-        self._tokens = torch.randint(100, 300, (rows,))
-        self._status = torch.zeros(rows, dtype=torch.int8)
-        self.chosen = StepOutputs(tokens=self._tokens)
+        memory = torch.zeros(ChosenRoom.bytes_of(rows, 1), dtype=torch.uint8)
+        self.room = ChosenRoom.of(rows, 1, memory, None)
+        self.room.turns.tokens.random_(100, 300)
 
     def offer(self, rows: int, choice: Any) -> Any:
         return choice
@@ -67,7 +68,7 @@ class InstantGraphs:
 
     def replays(self, turns: int, rows: int, *, chosen: bool) -> Iterator[StepOutputs]:
         for _ in range(turns):
-            yield StepOutputs(tokens=self._tokens[:rows], status=self._status[:rows])
+            yield StepOutputs(room=self.room)
 
     def forget(self) -> None:
         """Nothing is kept."""

@@ -74,6 +74,7 @@ from engine_core.kernels.state_space import (
     StateSpaceWeights,
     run_state_space,
 )
+from engine_core.kernels.turns import Turns
 
 __all__ = [
     "GPU",
@@ -94,6 +95,7 @@ __all__ = [
     "StateCache",
     "StateRows",
     "StateSpaceWeights",
+    "Turns",
     "adds_residual",
     "apply_rotary",
     "are_few_tokens",

@@ -8,13 +8,21 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from engine_core.errors import EngineError, OptionError
-from engine_core.kernels import CodedWeight, choose_greedy, decode_inputs, sample_tokens
+from engine_core.kernels import (
+    CodedWeight,
+    Turns,
+    choose_greedy,
+    decode_inputs,
+    sample_tokens,
+)
 from engine_core.kernels.launch.quick import Quick, quickly
 from engine_core.kernels.sampling import NUMBERS, Adjustments, SamplingState
 from engine_core.nn.embedding import VocabularySplit
@@ -30,6 +38,7 @@ from engine_core.runtime.capture import (
     capture,
     run_once,
 )
+from engine_core.runtime.chosen import ChosenRoom
 from engine_core.runtime.compiles import NOBODY, PATIENCE, QUICK, Compiles
 from engine_core.runtime.platform import to_device
 from engine_core.runtime.sampler.sampler import apply_bitmask
@@ -77,24 +86,31 @@ class Captured:
         graph: to be replayed.
         logits: ``[rows, V]`` as the model gives them; None where nobody needs them; another capture
             may then use the memory.
-        chosen: the tokens ``[rows]`` that it chose.
+        room: where it leaves the tokens that it chooses.
         numbers: what it reads, as in :class:`StepBatch`; None if that is shared with others.
     """
 
     graph: Graph
     logits: Tensor | None
-    chosen: StepOutputs
+    room: ChosenRoom
     numbers: Tensor | None
 
     def replays(self, turns: int, rows: int, *, chosen: bool) -> Iterator[StepOutputs]:
-        """Replay it so often; return each repeat's results of the first ``rows`` rows.
+        """Replay it so often; return results of the first ``rows`` rows.
 
-        ``chosen`` says whether its own choice is wanted, not the logits.
+        ``chosen`` says whether its own choice is wanted, of as many turns at once as there is room
+        for, not the logits of each.
         """
-        outputs = self.chosen
-        if not chosen:
-            assert self.logits is not None, "greedy steps keep their logits"
-            outputs = StepOutputs(self.logits[:rows])
+        if chosen:
+            most = len(self.room.room)
+            for begin in range(0, turns, most):
+                some = min(most, turns - begin)
+                for _ in range(some):
+                    self.graph.replay()
+                yield StepOutputs(room=self.room, turns=some)
+            return
+        assert self.logits is not None, "greedy steps keep their logits"
+        outputs = StepOutputs(self.logits[:rows])
         for _ in range(turns):
             self.graph.replay()
             yield outputs
@@ -117,6 +133,7 @@ class GraphState:
         compiles: the kernels that are compiled beside; of one rank alone.
         coded: whether the cache keeps codes, of which attention that is not quick has kernels by
             the number of prompts and of their tokens.
+        max_repeat: how often a decode step is replayed before its tokens are sent.
         uncaptured: keys of the steps that could not be captured; they are not tried again.
         ahead: whether steps are captured before they are needed: until one could not be.
         since_capture: steps since the last capture; None before anybody captures ahead, as a server
@@ -132,6 +149,7 @@ class GraphState:
     capturer: Callable[[torch.device], Capturer] = CudaCapturer
     compiles: Compiles = NOBODY
     coded: bool = False
+    max_repeat: int = 1
     uncaptured: set[GraphKey] = field(default_factory=set)
     ahead: bool = True
     since_capture: int | None = None
@@ -219,8 +237,16 @@ def others_of(kind: type[_Graphs]) -> str:
     return f"{kind.__name__} others"
 
 
-# Gives logits, tokens and their status.
-_Step = Callable[[], tuple[Tensor | None, Tensor, Tensor]]
+# Gives the logits, if they are to be kept, as all that a capture gives.
+_Step = Callable[[], tuple[Tensor | None]]
+
+
+class _Prepared(NamedTuple):
+    """The step to capture, and what it writes and reads; as of :class:`Captured`."""
+
+    step: _Step
+    room: ChosenRoom
+    numbers: Tensor | None
 
 
 class _Graphs(ABC):
@@ -335,7 +361,7 @@ class _Graphs(ABC):
         try:
             if part and self._ran != key and self._state.agreement.size == 1:
                 self._reserve()
-                run_once(self._capturer, lambda: self._prepare(key)[0])
+                run_once(self._capturer, lambda: self._prepare(key).step)
                 self._ran = key
                 self._state.compiles.late += 1
             else:
@@ -421,10 +447,10 @@ class _Graphs(ABC):
         """Run what no graph is captured for beforehand, so that no request waits for a compile."""
 
     @abstractmethod
-    def _prepare(self, key: GraphKey) -> tuple[_Step, Tensor | None]:
-        """Return the step to capture for this key, and the numbers it reads if they are its own.
+    def _prepare(self, key: GraphKey) -> _Prepared:
+        """Return the step to capture for this key.
 
-        The step that it gives may run at once, and leaves everything as it is.
+        It may run at once, and leaves everything as it is but its room.
         """
 
     @abstractmethod
@@ -440,21 +466,19 @@ class _Graphs(ABC):
         """Capture the step of this key."""
         self._state.compiles.wait(key)
         self._reserve()
-        read: list[Tensor | None] = []
+        prepared: list[_Prepared] = []
 
         def prepare() -> _Step:
-            step, numbers = self._prepare(key)
-            read.append(numbers)
-            return step
+            prepared.append(self._prepare(key))
+            return prepared[-1].step
 
         ran = self._ran == key
         if ran:
             self._ran = None
-        graph, outputs = capture(self._capturer, self._state.agreement, prepare, ran=ran)
+        graph, (logits,) = capture(self._capturer, self._state.agreement, prepare, ran=ran)
         # Where there is no memory for a step a quick one stays, as it takes less than launches.
         self._graphs.pop(key._replace(quick=Quick.ATTENTION), None)
-        logits, tokens, status = outputs
-        return Captured(graph, logits, StepOutputs(tokens=tokens, status=status), read[-1])
+        return Captured(graph, logits, prepared[-1].room, prepared[-1].numbers)
 
     def _reserve(self) -> None:
         """Before the first capture: have the memory of the largest, if there is plenty."""
@@ -470,11 +494,12 @@ class _Graphs(ABC):
 class DecodeGraphs(_Graphs):
     """Steps in which every row decodes, one graph for each size of batches and :class:`Choice`.
 
-    The device moves the rows on by itself, so the host sends row numbers and positions only. A
-    replay takes each row's last token from the device, computes it at the row's position, leaves
-    the chosen next token as the row's last one, and moves the position on: replayed again it
-    computes the step after, without the host. Rows of padding stand at position -1: they store
-    nothing and stay where they are.
+    The device moves the rows on by itself, so the host sends row numbers and positions only, in one
+    copy. A replay takes each row's last token from the device, computes it at the row's position,
+    leaves the chosen next token as the row's last one, and moves the position on: replayed again it
+    computes the step after, without the host. It counts its turns, and each leaves its tokens at a
+    place of its own, so that one copy after the last replay sends them all. Rows of padding stand
+    at position -1: they store nothing and stay where they are.
     """
 
     def __init__(self, state: GraphState) -> None:
@@ -493,16 +518,17 @@ class DecodeGraphs(_Graphs):
             # before that.
             later=[greedy[0], random[0], random[-1], *chain(*zip(greedy, random, strict=True))],
         )
-        # Row numbers, then positions: what the host writes before the first replay of a plan. Both
-        # are aligned to 16 bytes, for which kernels are compiled, as they are without a graph.
-        even = rows + rows % 2
-        self._static = torch.full((2, even), -1, dtype=torch.int64, device=self._device)
-        self._static[0] = rows
+        # Row numbers, then positions, then the turn: what the host writes before the first replay
+        # of a plan. Captured steps of few rows have them nearer to each other, for one copy.
+        size = _places_of(rows).turn.stop
+        self._static = torch.full((size,), -1, dtype=torch.int64, device=self._device)
+        # What is chosen in each turn of a plan, which is sent after the last.
+        self._chosen = torch.zeros(
+            ChosenRoom.bytes_of(rows, state.max_repeat), dtype=torch.uint8, device=self._device
+        )
         on_gpu = self._device.type == "cuda"
-        self._ring = [
-            torch.empty(2, rows, dtype=torch.int64, pin_memory=on_gpu) for _ in range(_RING)
-        ]
-        self._turn = 0
+        self._ring = [torch.empty(size, dtype=torch.int64, pin_memory=on_gpu) for _ in range(_RING)]
+        self._sent = 0
         # Those whose tensors the adjusted graphs have captured.
         self._adjustments: Adjustments | None = None
         # Whether the step that begins next does without a capture, and has loaded its kernel.
@@ -624,55 +650,62 @@ class DecodeGraphs(_Graphs):
             if there is None and state.runs_quickly:
                 return None
             key = there or keys[-1]
-        bucket = key.decode_rows
         # Capturing runs the step and so moves the static inputs; it comes before they are set.
         captured = self._get(key)
         if captured is None:
             return None
-        self._turn = (self._turn + 1) % _RING
-        pinned = self._ring[self._turn]
-        host = pinned.numpy()
-        host[0, :count] = rows
-        host[1, :count] = positions
-        host[0, count:bucket] = self._steps.max_rows
-        host[1, count:bucket] = -1
-        for line in range(2):
-            self._static[line, :bucket].copy_(pinned[line, :bucket], non_blocking=True)
+        self._sent = (self._sent + 1) % _RING
+        places = _places_of(key.decode_rows)
+        sent = self._ring[self._sent][: places.turn.stop]
+        host = sent.numpy()
+        # Padding, and the turn before the first.
+        host[: places.positions.start] = self._steps.max_rows
+        host[places.positions.start :] = -1
+        host[:count] = rows
+        host[places.positions][:count] = positions
+        self._static[: len(sent)].copy_(sent, non_blocking=True)
         for table in self._steps.tables:
             table.flush()
         return captured
 
-    def _prepare(self, key: GraphKey) -> tuple[_Step, Tensor | None]:
+    def _prepare(self, key: GraphKey) -> _Prepared:
+        rows, positions, turn = (self._static[part] for part in _places_of(key.decode_rows))
         # Padding is all there is in the step that is captured.
-        self._static[0] = self._steps.max_rows
-        self._static[1] = -1
-        return lambda: self._step(key.decode_rows, key.choice), None
+        self._static[:] = -1
+        rows.fill_(self._steps.max_rows)
+        room = ChosenRoom.of(key.decode_rows, self._state.max_repeat, self._chosen, turn)
+        step = partial(self._step, rows, positions, room.turns, key.choice)
+        return _Prepared(step, room, None)
 
     def _describe(self, key: GraphKey) -> str:
         return f"a decode step of up to {key.decode_rows} rows ({key.choice.name.lower()} choice)"
 
-    def _step(self, bucket: int, choice: Choice) -> tuple[Tensor | None, Tensor, Tensor]:
-        rows, positions = self._static[:, :bucket]
-        logits = self._state.logits_of(self._context(rows, positions, bucket), None)
+    def _step(
+        self, rows: Tensor, positions: Tensor, turns: Turns, choice: Choice
+    ) -> tuple[Tensor | None]:
+        logits = self._state.logits_of(self._context(rows, positions, turns), None)
         last_tokens = self._steps.last_tokens
         if choice is Choice.GREEDY:
-            tokens, status = choose_greedy(
-                logits, rows=rows, last_tokens=last_tokens, positions=positions
+            choose_greedy(
+                logits, rows=rows, last_tokens=last_tokens, positions=positions, turns=turns
             )
-            return logits, tokens, status
+            return (logits,)
         state = self._state.sampling()
         if choice is Choice.RANDOM:
             state = replace(state, adjustments=None)
-        return None, *sample_tokens(logits, rows, positions, last_tokens, state)
+        sample_tokens(logits, rows, positions, last_tokens, state, turns=turns)
+        return (None,)
 
-    def _context(self, rows: Tensor, positions: Tensor, bucket: int) -> StepContext:
-        steps = self._steps
+    def _context(self, rows: Tensor, positions: Tensor, turns: Turns) -> StepContext:
+        steps, bucket = self._steps, len(rows)
         inputs = decode_inputs(
             rows,
             positions,
             steps.last_tokens,
             [table.device_table for table in steps.tables],
             [table.block_size for table in steps.tables],
+            turn=turns.turn,
+            num_turns=len(turns.tokens),
         )
         groups = zip(inputs.block_tables, inputs.slot_mappings, strict=True)
         return StepContext(
@@ -690,6 +723,23 @@ class DecodeGraphs(_Graphs):
             row_state=RowState(steps.row_state, rows),
             token_state=steps.no_token_state(bucket),
         )
+
+
+class _Places(NamedTuple):
+    """Where the numbers of a decode step are among those that the host sends it."""
+
+    rows: slice
+    positions: slice
+    turn: slice
+
+
+def _places_of(rows: int) -> _Places:
+    """The places of a step of so many rows.
+
+    They are aligned to 16 bytes, for which kernels are compiled, as tensors are without a graph.
+    """
+    even = rows + rows % 2
+    return _Places(slice(rows), slice(even, even + rows), slice(2 * even, 2 * even + 1))
 
 
 # Decode rows and prefill rows that a step with prompts is captured for. Each decode row that there
@@ -946,26 +996,30 @@ class GraphSteps(_Graphs):
             table.flush()
         captured.graph.replay()
         if batch.choice is Choice.GREEDY:
-            return replace(captured.chosen, places=batch.places)
+            return StepOutputs(room=captured.room, places=batch.places)
         if not batch.sampled:
             return StepOutputs()
         assert captured.logits is not None, "these steps keep their logits"
         where = torch.tensor([batch.places[index] for index in batch.sampled])
         return StepOutputs(captured.logits[to_device(where, self._device)])
 
-    def _prepare(self, key: GraphKey) -> tuple[_Step, Tensor | None]:
+    def _prepare(self, key: GraphKey) -> _Prepared:
         batch, numbers = self._padding(key)
+        memory = torch.zeros(
+            ChosenRoom.bytes_of(key.rows, 1), dtype=torch.uint8, device=self._device
+        )
+        room = ChosenRoom.of(key.rows, 1, memory, None)
 
-        def step() -> tuple[Tensor, Tensor, Tensor]:
+        def step() -> tuple[Tensor]:
             with quickly(key.quick):
-                return self._step(batch, numbers)
+                return self._step(batch, numbers, room.turns)
 
-        return step, numbers
+        return _Prepared(step, room, numbers)
 
     def _compile_others(self) -> None:
         # For odd numbers of tokens kernels are compiled anew.
         for key in self._odd:
-            self._step(*self._padding(key))
+            self._prepare(key).step()
 
     def _padding(self, key: GraphKey) -> tuple[StepBatch, Tensor]:
         """A step of this shape in which there is nothing but padding, and its numbers."""
@@ -975,11 +1029,11 @@ class GraphSteps(_Graphs):
     def _describe(self, key: GraphKey) -> str:
         return f"a step of up to {key.tokens} tokens with prompts among them"
 
-    def _step(self, batch: StepBatch, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _step(self, batch: StepBatch, numbers: Tensor, turns: Turns) -> tuple[Tensor]:
         parts = self._steps.split(batch, numbers)
         rows, last_tokens = parts["rows"], self._steps.last_tokens
         latest = last_tokens[rows]
         logits = self._state.logits_of(self._steps.context(batch, parts), parts["last"])
-        chosen, status = choose_greedy(logits)
-        last_tokens[rows] = torch.where(parts["samples"] > 0, chosen, latest)
-        return logits, chosen, status
+        choose_greedy(logits, turns=turns)
+        last_tokens[rows] = torch.where(parts["samples"] > 0, turns.tokens[0], latest)
+        return (logits,)

@@ -8,9 +8,10 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -255,6 +256,7 @@ class ModelRunner:
                 capturer,
                 compiles,
                 coded=any(getattr(group.spec, "quantized", False) for group in groups),
+                max_repeat=scheduler_config.max_repeat,
             )
             self._decode_graphs = DecodeGraphs(state)
             self._graph_steps = GraphSteps(state, launch_bound, most)
@@ -414,9 +416,7 @@ class ModelRunner:
             choice = self._decode_graphs.offer(len(plan.rows), choice)
             replayed = self._decode_graphs.begin(*_places(plan), choice or Choice.GREEDY)
             if replayed is not None:
-                tokens = replayed.chosen.tokens
-                assert tokens is not None, "a captured step chooses"
-                self._ran = "graph", len(tokens)
+                self._ran = "graph", replayed.room.rows
                 turns = replayed.replays(plan.repeat, len(plan.rows), chosen=choice is not None)
                 return self._collect(plan, choice, turns)
         steps = None if watched else self._graph_steps or self._recorded_steps
@@ -570,7 +570,6 @@ class ModelRunner:
         """
         if self._link is not None and not self._link.last:
             return self._pass_on(plan, turns, self._link)
-        on_gpu = self.device.type == "cuda"
         result = _Results(plan)
         result.encoding, self._encoding = self._encoding, None
         if self._media is not None and plan.media_work:
@@ -584,23 +583,16 @@ class ModelRunner:
                 outputs = self._choose(result, turn, choice, outputs.logits)
                 if self._link is not None and outputs.tokens is not None:
                     self._link.send_tokens(outputs.tokens)
-            tokens, status = outputs.tokens, outputs.status
-            if tokens is None or status is None:
+            if outputs.room is not None:
+                tokens, status = outputs.room.to_host(outputs.turns)
+            elif outputs.tokens is not None and outputs.status is not None:
+                tokens = _to_host(outputs.tokens).unsqueeze(0)
+                status = _to_host(outputs.status).unsqueeze(0)
+            else:
                 continue
-            if outputs.places is not None:
-                result.places = outputs.places
-            if not on_gpu and plan.repeat == 1 and self._ran[0] != "graph":
-                result.tokens, result.status = tokens.unsqueeze(0), status.unsqueeze(0)
-                continue
-            if turn == 0:
-                shape = (plan.repeat, *tokens.shape)
-                all_tokens = torch.empty(shape, dtype=torch.int64, pin_memory=on_gpu)
-                all_status = torch.empty(shape, dtype=torch.int8, pin_memory=on_gpu)
-                result.tokens, result.status = all_tokens, all_status
-            all_tokens[turn].copy_(tokens, non_blocking=True)
-            all_status[turn].copy_(status, non_blocking=True)
+            result.turns.append(_Turns(tokens, status, outputs.places))
         way, num_tokens = self._ran
-        if not on_gpu:
+        if self.device.type == "cpu":
             return PendingStep(result.read, num_tokens, way)
         result.event = torch.cuda.Event()
         result.event.record()
@@ -623,11 +615,7 @@ class ModelRunner:
         rows = list(result.plan.rows)
         params = {row.row: self._rows[row.row].pooling or PoolingParams() for row in rows}
         for places, given in self._pooler(rows, outputs.hidden, params):
-            host = given
-            if given.is_cuda:
-                host = torch.empty(given.shape, pin_memory=True)
-                host.copy_(given, non_blocking=True)
-            result.pooled.append((places, host))
+            result.pooled.append((places, _to_host(given)))
 
     def _choose(
         self, result: _Results, turn: int, choice: Choice | None, logits: Tensor
@@ -656,7 +644,7 @@ class ModelRunner:
         positions = [row.start + row.num_tokens + turn for row in plan_rows]
         chosen = self._sampler.sample(logits, rows, positions)
         for place, why in chosen.failures.items():
-            result.failures[turn, place] = why
+            result.failures[turn, sampled[place]] = why
         if reported is not None:
             numbers = [counts[place] or 0 for place in wanted]
             indices = [sampled[place] for place in wanted]
@@ -713,16 +701,36 @@ class _Clock:
         return milliseconds / 1000
 
 
+def _to_host(tensor: Tensor) -> Tensor:
+    """The tensor, on its way to the host if it is on a GPU."""
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+class _Turns(NamedTuple):
+    """The choice of some repeats of a plan, one after another and run in the same way.
+
+    Attributes:
+        tokens: ``[turns, N]`` int64.
+        status: ``[turns, N]`` int8; a key of ``REASONS`` where the token means nothing.
+        places: for each row of the plan its column, if it samples; None for their order.
+    """
+
+    tokens: Tensor
+    status: Tensor
+    places: Sequence[int] | None
+
+
 class _Results:
     """The tokens that the repeats of a plan chose, in flight to the host.
 
     Attributes:
         plan: what is run.
-        places: for each row of the plan, its column in ``tokens`` if it samples.
-        tokens: ``[turns, N]`` int64; None if no row samples.
-        status: ``[turns, N]`` int8; a key of ``REASONS`` where the token means nothing.
+        turns: all that was chosen, in order; empty if no row samples.
         event: what to wait for before they are read; None if nothing.
-        failures: what went wrong on the host, by turn and column.
+        failures: what went wrong on the host, by turn and plan row.
         reports: for each turn with log-probabilities the plan rows ``[W]`` that want them, of how
             many tokens each, the logits ``[W, V]``, and the tokens chosen ``[W]``.
         prompt_logprobs: by plan row.
@@ -735,9 +743,7 @@ class _Results:
         self.plan = plan
         self.encoding: _Clock | None = None
         self.media_parts: Mapping[tuple[str, int], int] = {}
-        self.places: Sequence[int] = range(len(plan.rows))
-        self.tokens: Tensor | None = None
-        self.status: Tensor | None = None
+        self.turns: list[_Turns] = []
         self.event: torch.cuda.Event | None = None
         self.failures: dict[tuple[int, int], RowError] = {}
         self.reports: list[tuple[Sequence[int], Sequence[int], Tensor, Tensor]] = []
@@ -752,23 +758,45 @@ class _Results:
         if self.pooled:
             return self._result(self._pooled_rows(), seconds)
         columns: list[tuple[int, ...]] = []
+        codes: list[tuple[int, ...]] = []
+        places: Sequence[int] = range(len(self.plan.rows))
         wrong = bool(self.failures)
-        if self.tokens is not None and self.status is not None:
+        if self.turns:
+            all_tokens, status, places = self._joined()
             # As bytes: torch, and numpy, take ten times as long to find one that is not 0.
-            wrong = wrong or bool(self.status.numpy().tobytes().strip(b"\0"))
+            wrong = wrong or bool(status.tobytes().strip(b"\0"))
             plain = not (wrong or self.reports or self.prompt_logprobs)
             if plain and isinstance(self.plan.rows, PlanRows) and self.plan.repeat == 1:
-                tokens = TokenRows(self.plan.rows, self.tokens[0].numpy(), self.places)
+                tokens = TokenRows(self.plan.rows, all_tokens[0], places)
                 return self._result(tokens, seconds)
-            columns = list(zip(*self.tokens.tolist(), strict=True))
+            columns = list(zip(*all_tokens.tolist(), strict=True))
+            codes = list(zip(*status.tolist(), strict=True)) if wrong else []
         if wrong or self.reports or self.prompt_logprobs:
-            rows = self._rows(columns)
+            rows = self._rows(columns, codes, places)
         else:
             rows = [
                 RowResult(row.sequence_id, columns[place] if row.sample else ())
-                for row, place in zip(self.plan.rows, self.places, strict=True)
+                for row, place in zip(self.plan.rows, places, strict=True)
             ]
         return self._result(tuple(rows), seconds)
+
+    def _joined(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int8], Sequence[int]]:
+        """Tokens and status of all turns, and the columns of the plan's rows in them."""
+        own = range(len(self.plan.rows))
+        if len(self.turns) == 1:
+            tokens, status, places = self.turns[0]
+            return tokens.numpy(), status.numpy(), own if places is None else places
+        # Turns that were run in different ways have their columns at different places. There may be
+        # none of a row that does not sample.
+        joined: list[Any] = [
+            [
+                np.take(part.numpy(), own if some.places is None else some.places, 1, mode="clip")
+                for part in (some.tokens, some.status)
+            ]
+            for some in self.turns
+        ]
+        all_tokens, all_status = (np.concatenate(parts) for parts in zip(*joined, strict=True))
+        return all_tokens, all_status, own
 
     def _result(self, rows: Sequence[RowResult], seconds: float) -> StepResult:
         return StepResult(self.plan.step_id, rows, seconds, self.media_parts)
@@ -786,17 +814,25 @@ class _Results:
                     rows[place] = rows[place]._replace(error=_NOT_FINITE)
         return tuple(rows)
 
-    def _rows(self, columns: Sequence[tuple[int, ...]]) -> list[RowResult]:
-        """Each row's result, of all kinds that a row can give."""
-        codes = [] if self.status is None else self.status.T.tolist()
+    def _rows(
+        self,
+        columns: Sequence[tuple[int, ...]],
+        codes: Sequence[tuple[int, ...]],
+        places: Sequence[int],
+    ) -> list[RowResult]:
+        """Each row's result, of all kinds that a row can give.
+
+        Without ``codes``, of the status, all tokens are good.
+        """
         logprobs: dict[int, list[TokenLogprobs]] = defaultdict(list)
         for indices, numbers, logits, tokens in self.reports:
             entries = token_logprobs(logits, tokens, numbers)
             for index, entry in zip(indices, entries, strict=True):
                 logprobs[index].append(entry)
         rows = []
-        for index, (row, place) in enumerate(zip(self.plan.rows, self.places, strict=True)):
-            error = self._error(row, place, codes[place]) if row.sample else None
+        for index, (row, place) in enumerate(zip(self.plan.rows, places, strict=True)):
+            looked_at = row.sample and bool(codes)
+            error = self._error(row, index, codes[place]) if looked_at else None
             good = row.sample and error is None
             rows.append(
                 RowResult(
@@ -809,10 +845,10 @@ class _Results:
             )
         return rows
 
-    def _error(self, row: PlanRow, place: int, codes: Sequence[int]) -> RowError | None:
+    def _error(self, row: PlanRow, index: int, codes: Sequence[int]) -> RowError | None:
         """The reason why a row's tokens are invalid, from the first repeat that failed; or None."""
         for turn, code in enumerate(codes):
-            reason = self.failures.get((turn, place)) or REASONS.get(code)
+            reason = self.failures.get((turn, index)) or REASONS.get(code)
             if reason is not None:
                 return reason.at(row.start + row.num_tokens + turn)
         return None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine_core.kernels.launch.quick import Quick
 from engine_core.runtime.block_tables import BlockTables, IntArray
+from engine_core.runtime.chosen import ChosenRoom
 from engine_core.step_context import AttentionMetadata, GroupMetadata, StepContext
 from engine_core.steps import PlanRow
 
@@ -150,8 +151,10 @@ class StepOutputs:
     Attributes:
         logits: ``[S, V]`` of the rows that sample, in their order; None if none does, or if the
             step chose the tokens itself.
-        tokens: ``[N]`` int64, chosen by the step.
+        tokens: ``[N]`` int64, chosen by the runner.
         status: ``[N]`` int8, as of :func:`~engine_core.kernels.sample_tokens`.
+        room: what a captured step chose itself, in place of both.
+        turns: how many of the room's it did.
         places: for each row of the plan, where its token is among the N; None for their order.
         hidden: ``[T, H]``, the model's output for each token, where it may be needed.
     """
@@ -159,6 +162,8 @@ class StepOutputs:
     logits: Tensor | None = None
     tokens: Tensor | None = None
     status: Tensor | None = None
+    room: ChosenRoom | None = None
+    turns: int = 1
     places: Sequence[int] | None = None
     hidden: Tensor | None = None
 

@@ -93,7 +93,7 @@ def without_graphs(start: Rehearsal) -> list[str]:
         ended.append(True)
         for (decode, least), tokens, rows in product(decoding, TOKENS, PROMPTS):
             if rows <= min(tokens, most - least):
-                steps._step(*steps._padding(GraphKey(decode + tokens, decode, rows)))
+                steps._prepare(GraphKey(decode + tokens, decode, rows)).step()
         ended.clear()
 
     with patch.object(GraphSteps, "_compile_others", run_more):

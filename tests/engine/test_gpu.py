@@ -184,6 +184,38 @@ def test_random_steps_are_repeated_without_the_host(kinds: str) -> None:
     assert max(plans) > 1
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_tokens_of_a_plan_are_copied_once(temperature: float) -> None:
+    """However often it is repeated, so that no copy is between two replays."""
+    prompt = golden_prompts("llama-gqa")[0].input_ids
+    params = SamplingParams(temperature=temperature, seed=1, max_tokens=33, ignore_eos=True)
+    settings = {"max_num_seqs": 4, "enable_prefix_caching": False}
+    expected = sampled([params], eager=True)
+    with golden_llm("llama-gqa", device="cuda", **settings) as llm:
+        llm.warmup()
+        llm.generate(prompt, params)
+        scheduler = llm.engine.scheduler
+        plans: list[int] = []
+        schedule = scheduler.schedule
+
+        def note() -> StepPlan | None:
+            scheduler.repeat_limit = scheduler.config.max_repeat
+            plan = schedule()
+            if plan is not None:
+                plans.append(plan.repeat)
+            return plan
+
+        scheduler.schedule = note  # type: ignore[method-assign]
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            (output,) = llm.generate([prompt], params)
+    assert [output.outputs[0].token_ids] == expected
+    copies = [event.name for event in profile.events() if "Memcpy DtoH" in event.name]
+    assert max(plans) > 1
+    # A random first token is chosen by the logits of its prompt.
+    assert len(copies) == len(plans) + (temperature > 0)
+
+
 def test_random_requests_leave_the_greedy_graphs_as_they_were() -> None:
     # While kernels are compiled beside it, no step of adjusted choice is captured.
     settings = {"device": "cuda", "max_num_seqs": 20, "compile_processes": 0}

@@ -43,14 +43,29 @@ def check(op: Any, device: str = "cpu") -> None:
             assert slots[place] == int(table[row, position // size]) * size + position % size
 
 
+def check_turn(op: Any, device: str = "cpu") -> None:
+    """It is counted once, however many rows and cache groups there are."""
+    rows = torch.tensor([2, 0, 2], device=device)
+    tables = [torch.zeros(3, 4, dtype=torch.int32, device=device)] * 2
+    for last, seen in ((3, [0, 1, 2, 0, 1]), (1, [0, 0])):
+        turn = torch.tensor([-1], device=device)
+        for expected in seen:
+            op(rows, rows - 1, rows, tables, [1, 4], turn=turn, num_turns=last)
+            assert turn.tolist() == [expected]
+        op(rows[:0], rows[:0], rows, tables, [1, 4], turn=turn, num_turns=last)
+        assert turn.tolist() == seen[-1:]
+
+
 def test_gathers() -> None:
     check(decode_inputs)
+    check_turn(decode_inputs)
 
 
 def test_kernel(launch_device: str) -> None:
     from engine_core.kernels.decode_inputs import triton
 
     check(lambda *given: DecodeInputs(*triton.decode_inputs(*given)), launch_device)
+    check_turn(triton.decode_inputs, launch_device)
 
 
 def test_preconditions() -> None:
@@ -63,3 +78,7 @@ def test_preconditions() -> None:
         decode_inputs(rows, rows, rows, [table], [4, 4])
     with pytest.raises(ValueError, match="contiguous"):
         decode_inputs(rows, rows, rows, [table.t()], [4])
+    with pytest.raises(ValueError, match=r"turn must be \[1\] int64, got \(2,\)"):
+        decode_inputs(rows, rows, rows, [table], [4], turn=rows)
+    with pytest.raises(ValueError, match="num_turns must be at least 1, got 0"):
+        decode_inputs(rows, rows, rows, [table], [4], turn=rows[:1], num_turns=0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine_core.kernels import choose_greedy
+from engine_core.kernels import Turns, choose_greedy
 
 INF = float("inf")
 NAN = float("nan")
@@ -49,9 +49,32 @@ def check_state(op: Any, device: str = "cpu") -> None:
     assert positions.tolist() == [5, 1, -1, -1]
 
 
+def check_turns(op: Any, device: str = "cpu") -> None:
+    """Each turn's choice is at its place, in views with gaps, and the others stay."""
+    tokens = torch.full((4, 5), -7, device=device)[:, :2]
+    status = torch.full((4, 8), -7, dtype=torch.int8, device=device)[:, :2]
+    turn = torch.zeros(1, dtype=torch.int64, device=device)
+    expected_tokens, expected_status = tokens.cpu().clone(), status.cpu().clone()
+    for number in (2, 0, 3, 2):
+        turn.fill_(number)
+        logits = torch.zeros(2, 9000, device=device)
+        logits[0, 10 * number], logits[1, 8000 + number] = 1.0, INF if number == 3 else 2.0
+        given = op(logits, turns=Turns(tokens, status, turn))
+        expected_tokens[number] = torch.tensor([10 * number, 8000 + number])
+        expected_status[number] = torch.tensor([0, number == 3])
+        for got, stored, expected in zip(
+            given, (tokens, status), (expected_tokens, expected_status), strict=True
+        ):
+            assert torch.equal(got, stored)
+            assert torch.equal(got.cpu(), expected)
+    op(torch.eye(2, 9000, device=device), turns=Turns(tokens, status, None))
+    assert tokens[:3].tolist() == [[0, 1], [-7, -7], [20, 8002]]
+
+
 def test_chooses() -> None:
     check(choose_greedy)
     check_state(choose_greedy)
+    check_turns(choose_greedy)
 
 
 def test_kernel(launch_device: str) -> None:
@@ -59,6 +82,7 @@ def test_kernel(launch_device: str) -> None:
 
     check(triton.choose_greedy, launch_device)
     check_state(triton.choose_greedy, launch_device)
+    check_turns(triton.choose_greedy, launch_device)
     assert triton.choose_greedy(torch.empty(0, 5, device=launch_device))[0].shape == (0,)
 
 
@@ -100,3 +124,10 @@ def test_preconditions() -> None:
         choose_greedy(torch.zeros(3, 3), rows=rows, last_tokens=rows, positions=rows)
     with pytest.raises(ValueError, match="stride 1"):
         choose_greedy(torch.zeros(4, 3).t())
+    tokens, status = torch.zeros(3, 4, dtype=torch.int64), torch.zeros(3, 4, dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"tokens of turns must be \(3, 5\)"):
+        choose_greedy(torch.zeros(5, 3), turns=Turns(tokens, status, None))
+    with pytest.raises(ValueError, match=r"status of turns must be .* torch.int8"):
+        choose_greedy(torch.zeros(4, 3), turns=Turns(tokens, tokens, None))
+    with pytest.raises(ValueError, match=r"turn must be \[1\] int64, got \(3, 4\) torch.int8"):
+        choose_greedy(torch.zeros(4, 3), turns=Turns(tokens, status, status))

@@ -17,7 +17,7 @@ from kernel_cases import DTYPES, Sampling, check_sampling, make_sampling
 from random_examples import FULL, pairwise
 from torch import Tensor
 
-from engine_core.kernels import sample_tokens
+from engine_core.kernels import Turns, sample_tokens
 from engine_core.kernels.sampling import PENALISED, PROMPTED, Adjustments, SamplingState
 from engine_core.kernels.sampling.philox import uniform
 
@@ -92,6 +92,33 @@ def test_a_row_by_itself_chooses_the_same(op: Any, device: str, adjusted: bool) 
         if batch.positions[place] >= 0:
             alone, _ = batch.take(place).on(device).run(op)
             assert alone.item() == together[place]
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+@pytest.mark.parametrize("adjusted", [False, True], ids=["plain", "adjusted"])
+def test_each_turn_has_its_place(op: Any, device: str, adjusted: bool) -> None:
+    batch = make_sampling(9, 1101, torch.bfloat16, seed=6, adjusted=adjusted)
+    expected = batch.on(device).run(op)
+    shapes = ((3, 16), (3, 9))
+    turn = torch.tensor([2], device=device)
+    tokens, status = (
+        torch.full(shape, -7, dtype=dtype, device=device)[:, :9]
+        for shape, dtype in zip(shapes, (torch.int64, torch.int8), strict=True)
+    )
+    of = batch.on(device)
+    live = batch.positions >= 0
+    for number in (2, 0):
+        turn.fill_(number)
+        positions, last = of.positions.clone(), of.last_tokens.clone()
+        given = batch.on(device)
+        got = op(
+            given.logits, of.rows, positions, last, given.state, turns=Turns(tokens, status, turn)
+        )
+        for stored, chosen, wanted in zip((tokens, status), got, expected, strict=True):
+            assert torch.equal(chosen, stored)
+            assert torch.equal(stored[number].cpu()[live], wanted[live])
+            assert stored[1].tolist() == [-7] * 9
+    assert tokens[0].tolist() == tokens[2].tolist()
 
 
 def of_equal_logits(rows: int, vocab: int, **numbers: float) -> Sampling:

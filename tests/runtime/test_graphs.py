@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import re
 from array import array
 from collections.abc import Callable, Iterator
@@ -858,6 +859,137 @@ def test_decode_steps_without_a_graph_do_not_take_those_of_mixed_steps(
     assert device.take() == []
 
 
+class Replayed:
+    """The graph of a function that a CPU runs again, and that refills what it gave."""
+
+    def __init__(self, function: Callable[[], Any], outputs: Any) -> None:
+        self.function, self.outputs = function, outputs
+
+    def replay(self) -> None:
+        for kept, new in zip(self.outputs, self.function(), strict=True):
+            if kept is not None:
+                kept.copy_(new)
+
+
+class Replaying:
+    """Captures what a CPU can run again."""
+
+    def __init__(self, device: torch.device) -> None: ...
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+    def capture(self, function: Callable[[], Any]) -> tuple[Replayed, Any]:
+        outputs = function()
+        return Replayed(function, outputs), outputs
+
+    def reserve(self, count: int) -> None: ...
+
+    def free_memory(self) -> int:
+        return 1 << 40
+
+
+def following(context: StepContext, places: Tensor | None) -> Tensor:
+    """Logits of a token that depends on the one before and on its position."""
+    tokens = 3 * context.input_ids[0] + context.position_ids[0] + 1
+    return nn.functional.one_hot(tokens % VOCAB, VOCAB).float()
+
+
+@pytest.mark.parametrize("max_repeat", [1, 3, 8])
+def test_a_plan_has_the_tokens_of_all_its_turns_at_once(
+    device: Device, runner: ModelRunner, max_repeat: int
+) -> None:
+    """And of as many more as there is no room for, whatever was captured or planned before."""
+    draw = random.Random(max_repeat)
+    params = SamplingParams(temperature=0.0, seed=0)
+    prompt = array("q", [1])
+    admitted = tuple(
+        Admission(str(row), row, prompt, 1, params, ProcessedPrompt(prompt)) for row in range(ROWS)
+    )
+    first = tuple(PlanRow(str(row), row, 0, 1, ((1,),), sample=True) for row in range(ROWS))
+    runner.submit(StepPlan(0, first, admitted=admitted))
+    graphs = runner._decode_graphs = DecodeGraphs(
+        replace(
+            state_of(device, ROWS),
+            steps=runner._state,
+            sampling=lambda: runner._sampler.state,
+            logits_of=following,
+            capturer=Replaying,
+            max_repeat=max_repeat,
+        )
+    )
+    last, at = [2] * ROWS, [1] * ROWS
+    waiting: list[tuple[Any, list[tuple[int, ...]]]] = []
+    for number in range(40):
+        repeat, count = draw.choice([1, 1, 2, 3, 5, 8]), draw.choice([1, 1, 2, 3, 7, ROWS])
+        some = [row for row in draw.sample(range(ROWS), count) if at[row] + repeat < 64]
+        if not some:
+            continue
+        choice = draw.choice([Choice.GREEDY, Choice.RANDOM, None])
+        plan_rows = []
+        for row in some:
+            runner._rows[row].choice = choice
+            plan_rows.append(PlanRow(str(row), row, at[row], 1, ((),), sample=True))
+            at[row] += repeat
+        expected: list[tuple[int, ...]] = []
+        for plan_row in plan_rows:
+            tokens: list[int] = []
+            for turn in range(repeat):
+                before = tokens[-1] if tokens else last[plan_row.row]
+                tokens.append((3 * before + plan_row.start + turn + 1) % VOCAB)
+            last[plan_row.row] = tokens[-1]
+            expected.append(tuple(tokens))
+        plan = StepPlan(number, tuple(plan_rows), repeat=repeat)
+        waiting.append((runner.submit(plan), expected))
+        assert waiting[-1][0].way == "graph"
+        if draw.random() < 0.2:
+            graphs.capture_next(part=draw.random() < 0.5)
+        # The host reads what it asked for a step or two before.
+        while len(waiting) > draw.choice([0, 1, 2]):
+            step, wanted = waiting.pop(0)
+            assert [row.token_ids for row in step.result().rows] == wanted
+
+
+@pytest.mark.parametrize("choice", [Choice.GREEDY, Choice.RANDOM])
+def test_turns_are_sent_together(device: Device, state: GraphState, choice: Choice) -> None:
+    graphs = DecodeGraphs(replace(state, max_repeat=8, logits_of=following, capturer=Replaying))
+    captured = graphs.begin(*rows(3), choice)
+    assert captured is not None
+    (outputs,) = captured.replays(8, 3, chosen=True)
+    assert outputs.room is not None
+    tokens, status = outputs.room.to_host(outputs.turns)
+    assert (tokens.shape, tokens.dtype, tokens.stride(1)) == ((8, 4), torch.int64, 1)
+    assert (status.shape, status.dtype, status.stride(1)) == ((8, 4), torch.int8, 1)
+    # Of one tensor, so that one copy brings them.
+    assert tokens.untyped_storage().data_ptr() == status.untyped_storage().data_ptr()
+    assert tokens[:, 0].tolist() == tokens[:, 2].tolist()
+    assert len(set(tokens[:, 0].tolist())) > 1
+
+
+def test_turns_that_were_run_in_different_ways_go_together(
+    device: Device, runner: ModelRunner
+) -> None:
+    """The first in a step of prompts, whose rows are elsewhere, the others without a graph."""
+    assert submit(runner) == (4,)
+    shared = replace(state_of(device, ROWS), steps=runner._state, capturer=Replaying)
+    shared.logits_of = lambda context, places: runner._forward(context, places)
+    graphs = runner._graph_steps = GraphSteps(shared, 10**6, 64)
+    run, fits = graphs.run, [(GraphKey(96, 32, 8), True)]
+    graphs.fit_decodes = lambda key: fits.pop() if fits else (key, False)  # type: ignore[method-assign]
+    ways = []
+
+    def noted(batch: Any) -> StepOutputs | None:
+        outputs = run(batch)
+        ways.append(None if outputs is None else outputs.room)
+        return outputs
+
+    graphs.run = noted  # type: ignore[method-assign]
+    row = PlanRow("a", 0, 3, 1, ((),), sample=True)
+    (result,) = runner.submit(StepPlan(1, (row,), repeat=3)).result().rows
+    assert result.token_ids == (5, 6, 7)
+    assert [way is None for way in ways] == [False, True, True]
+
+
 class Coming(Compiles):
     """Kernels that are compiled, or to be loaded, when a test says so, and what was waited for."""
 
@@ -1237,8 +1369,7 @@ def test_until_its_kernels_are_compiled_a_larger_step_takes_its_place(
     assert (device.take(), coming.late, coming.waited) == ([], 2, greedy)
     captured = graphs.begin(*rows(3))
     assert captured is not None
-    assert captured.chosen.tokens is not None
-    assert (len(captured.chosen.tokens), device.take()) == (20, [])
+    assert (captured.room.rows, device.take()) == (20, [])
     coming.compiled.add(GraphKey(4, 4, 0))
     assert graphs.begin(*rows(3)) is not None
     assert device.take() == [(4, 4)]
@@ -1251,8 +1382,7 @@ def test_until_its_kernels_are_compiled_a_larger_step_takes_its_place(
     assert graphs.offer(3, Choice.RANDOM) is Choice.RANDOM
     captured = graphs.begin(*rows(3), Choice.RANDOM)
     assert captured is not None
-    assert captured.chosen.tokens is not None
-    assert (len(captured.chosen.tokens), device.take()) == (20, [])
+    assert (captured.room.rows, device.take()) == (20, [])
     coming.compiled.add(GraphKey(4, 4, 0, Choice.ADJUSTED))
     # PyTorch would choose by logits, so that a capture is the sooner, and draw other tokens.
     assert graphs.offer(3, Choice.ADJUSTED) is Choice.ADJUSTED

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine_core.kernels.decode_inputs import reference
+from engine_core.kernels.turns import check_turn
 
 __all__ = ["DecodeInputs", "decode_inputs"]
 
@@ -40,6 +41,9 @@ def decode_inputs(
     last_tokens: Tensor,
     tables: Sequence[Tensor],
     block_sizes: Sequence[int],
+    *,
+    turn: Tensor | None = None,
+    num_turns: int = 1,
 ) -> DecodeInputs:
     """Gather the inputs of a decode step; on a GPU in one launch for each cache group.
 
@@ -50,9 +54,12 @@ def decode_inputs(
         tables: for each cache group, of which there is one at least, ``[max_rows, max_blocks]``
             int32, contiguous.
         block_sizes: tokens per block, for each cache group.
+        turn: ``[1]`` int64, modified: where the step counts its turns. It becomes the next of
+            ``num_turns``, and after the last the first, which is 0. Without rows it stays.
+        num_turns: how many there are before they begin anew.
 
     Raises:
-        ValueError: shapes, dtypes or strides are not as above.
+        ValueError: shapes, dtypes or strides are not as above, or there is no turn.
     """
     if rows.dim() != 1 or rows.shape != positions.shape:
         raise ValueError(
@@ -75,10 +82,12 @@ def decode_inputs(
                 "decode_inputs: a table must be [max_rows, max_blocks] int32, contiguous, got "
                 f"{tuple(table.shape)} {table.dtype} with strides {table.stride()}"
             )
+    check_turn("decode_inputs", turn)
+    if num_turns < 1:
+        raise ValueError(f"decode_inputs: num_turns must be at least 1, got {num_turns}")
+    given = (rows, positions, last_tokens, tables, block_sizes, turn, num_turns)
     if rows.is_cuda:
         from engine_core.kernels.decode_inputs import triton
 
-        parts = triton.decode_inputs(rows, positions, last_tokens, tables, block_sizes)
-    else:
-        parts = reference.decode_inputs(rows, positions, last_tokens, tables, block_sizes)
-    return DecodeInputs(*parts)
+        return DecodeInputs(*triton.decode_inputs(*given))
+    return DecodeInputs(*reference.decode_inputs(*given))

@@ -16,8 +16,13 @@ def decode_inputs(
     last_tokens: Tensor,
     tables: Sequence[Tensor],
     block_sizes: Sequence[int],
+    turn: Tensor | None = None,
+    num_turns: int = 1,
 ) -> Parts:
     """The fields of ``DecodeInputs`` in their order."""
+    if turn is not None and len(rows):
+        turn += 1
+        turn[turn >= num_turns] = 0
     clamped = positions.clamp(min=0)
     block_tables, slot_mappings = [], []
     for table, block_size in zip(tables, block_sizes, strict=True):

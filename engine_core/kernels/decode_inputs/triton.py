@@ -12,7 +12,7 @@ from torch import Tensor
 from engine_core.kernels.decode_inputs.reference import Parts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_turns"])
 def _decode_inputs_kernel(
     input_ids_ptr,
     position_ids_ptr,
@@ -23,6 +23,8 @@ def _decode_inputs_kernel(
     positions_ptr,
     last_tokens_ptr,
     table_ptr,
+    turn_ptr,
+    num_turns,
     MAX_BLOCKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -33,6 +35,9 @@ def _decode_inputs_kernel(
     position = tl.load(positions_ptr + place)
     clamped = tl.maximum(position, 0)
     table_ptr += row * MAX_BLOCKS
+    if turn_ptr is not None:
+        turn = tl.load(turn_ptr, mask=place == 0, other=0) + 1
+        tl.store(turn_ptr, tl.where(turn < num_turns, turn, 0), mask=place == 0)
     if WRITES_TOKENS:
         tl.store(input_ids_ptr + place, tl.load(last_tokens_ptr + row))
         tl.store(position_ids_ptr + place, clamped)
@@ -53,6 +58,8 @@ def decode_inputs(
     last_tokens: Tensor,
     tables: Sequence[Tensor],
     block_sizes: Sequence[int],
+    turn: Tensor | None = None,
+    num_turns: int = 1,
 ) -> Parts:
     """The fields of ``DecodeInputs`` in their order."""
     count = rows.shape[0]
@@ -73,6 +80,8 @@ def decode_inputs(
                 positions,
                 last_tokens,
                 table,
+                turn if group == 0 else None,
+                num_turns,
                 MAX_BLOCKS=table.shape[1],
                 BLOCK_SIZE=block_size,
                 BLOCK=256,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine_core.kernels.greedy import reference
+from engine_core.kernels.turns import Turns
 
 __all__ = ["choose_greedy"]
 
@@ -15,6 +16,7 @@ def choose_greedy(
     rows: Tensor | None = None,
     last_tokens: Tensor | None = None,
     positions: Tensor | None = None,
+    turns: Turns | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The most probable token of each row, and whether the row can be trusted.
 
@@ -27,13 +29,15 @@ def choose_greedy(
         rows: ``[B]`` int64, rows of the persistent batch; rows of padding may be one and the same.
         last_tokens: ``[max_rows]`` int64, modified; given if ``rows`` is.
         positions: ``[B]`` int64, contiguous, modified; given if ``rows`` is.
+        turns: where the result is stored; None for new tensors.
 
     Returns:
         Tokens ``[B]`` int64, and ``[B]`` int8: 1 where a logit is NaN or +inf or all are -inf, and
-        then the token means nothing; else 0.
+        then the token means nothing; else 0. With ``turns`` theirs, ``[T, B]``, of which those of
+        this turn are new.
 
     Raises:
-        ValueError: logits or the state are not as above.
+        ValueError: logits, the state or the turns are not as above.
     """
     if logits.dim() != 2 or logits.shape[1] == 0 or logits.stride(1) != 1:
         raise ValueError(
@@ -52,8 +56,10 @@ def choose_greedy(
                 f"choose_greedy: rows and positions must be [{logits.shape[0]}], got "
                 f"{tuple(state.shape)}"
             )
+    if turns is not None:
+        turns.check("choose_greedy", len(logits))
     if logits.is_cuda:
         from engine_core.kernels.greedy import triton
 
-        return triton.choose_greedy(logits, rows, last_tokens, positions)
-    return reference.choose_greedy(logits, rows, last_tokens, positions)
+        return triton.choose_greedy(logits, rows, last_tokens, positions, turns)
+    return reference.choose_greedy(logits, rows, last_tokens, positions, turns)

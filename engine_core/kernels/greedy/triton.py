@@ -15,6 +15,7 @@ from engine_core.kernels.launch.triton import (
     pdl_options,
     wait,
 )
+from engine_core.kernels.turns import Turns
 
 # Logits of a program: one row of 128,000 logits still gives one to each of 32 multiprocessors.
 _BLOCK, _WARPS = 4096, 8
@@ -63,7 +64,10 @@ def _choose_greedy_kernel(
     rows_ptr,
     last_tokens_ptr,
     positions_ptr,
+    turn_ptr,
     row_stride,
+    tokens_stride,
+    status_stride,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_RUNS: tl.constexpr,
@@ -94,6 +98,10 @@ def _choose_greedy_kernel(
     place_ptr += row * runs
     _store_best(best, place * BLOCK + in_block, best_ptr, place_ptr, tl.program_id(1), VOCAB)
     if arrives_last(arrivals_ptr + row, runs):
+        if turn_ptr is not None:
+            turn = tl.load(turn_ptr)
+            tokens_ptr += turn * tokens_stride
+            status_ptr += turn * status_stride
         peak, token = load_best(best_ptr, place_ptr, runs, VOCAB, BLOCK_RUNS)
         tl.store(tokens_ptr + row, token.to(tl.int64))
         tl.store(status_ptr + row, (tl.abs(peak) == float("inf")).to(tl.int8))
@@ -108,12 +116,17 @@ def choose_greedy(
     rows: Tensor | None = None,
     last_tokens: Tensor | None = None,
     positions: Tensor | None = None,
+    turns: Turns | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tokens ``[B]`` int64 and status ``[B]`` int8 of ``logits [B, V]``."""
     num_rows, vocab = logits.shape
     device = logits.device
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
-    status = torch.empty(num_rows, dtype=torch.int8, device=device)
+    if turns is None:
+        tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
+        status = torch.empty(num_rows, dtype=torch.int8, device=device)
+        turn = None
+    else:
+        tokens, status, turn = turns
     if num_rows == 0:
         return tokens, status
     block, num_warps, stages = _BLOCK, _WARPS, 1
@@ -134,7 +147,11 @@ def choose_greedy(
         rows,
         last_tokens,
         positions,
+        turn,
         logits.stride(0),
+        # The same kernel for tensors of any stride that are not looked for a turn in.
+        0 if turn is None else tokens.stride(0),
+        0 if turn is None else status.stride(0),
         VOCAB=vocab,
         BLOCK=block,
         # The same kernel for any number of many rows.

@@ -16,6 +16,7 @@ from engine_core.kernels.sampling.state import (
     Adjustments,
     SamplingState,
 )
+from engine_core.kernels.turns import Turns
 
 __all__ = [
     "BIASED",
@@ -41,6 +42,7 @@ def sample_tokens(
     last_tokens: Tensor,
     state: SamplingState,
     *,
+    turns: Turns | None = None,
     plain: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Choose a token for each row, and move the state of the persistent batch on.
@@ -68,12 +70,14 @@ def sample_tokens(
             computed, whose successor is chosen; negative for padding, whose result is meaningless.
         last_tokens: ``[max_rows]`` int64, modified.
         state: how each row of the persistent batch chooses.
+        turns: where the result is stored; None for new tensors.
         plain: whether a GPU is to compute it by PyTorch's kernels, which are slower and need no
             compile; the host waits for it.
 
     Returns:
         Tokens ``[B]`` int64, and ``[B]`` int8: 1 where a logit is NaN or +inf or all are -inf, 2
-        where the adjustments leave no finite one, and then the token means nothing; else 0.
+        where the adjustments leave no finite one, and then the token means nothing; else 0. With
+        ``turns`` theirs, ``[T, B]``, of which those of this turn are new.
 
     Raises:
         ValueError: shapes, dtypes or strides are not as above.
@@ -104,10 +108,29 @@ def sample_tokens(
         )
     if state.adjustments is not None:
         _check_adjustments(state.adjustments, max_rows, logits.shape[1])
+    if turns is not None:
+        turns.check("sample_tokens", len(rows))
     if logits.is_cuda and not plain:
         from engine_core.kernels.sampling import triton
 
-        return triton.sample_tokens(logits, rows, positions, last_tokens, state)
+        return triton.sample_tokens(logits, rows, positions, last_tokens, state, turns)
+    tokens, status = _plain(logits, rows, positions, last_tokens, state, plain=plain)
+    if turns is None:
+        return tokens, status
+    turns.store(tokens, status)
+    return turns.tokens, turns.status
+
+
+def _plain(
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    last_tokens: Tensor,
+    state: SamplingState,
+    *,
+    plain: bool,
+) -> tuple[Tensor, Tensor]:
+    """The choice by PyTorch; in parts if a GPU is to make it."""
     if plain and len(rows) > _PLAIN_ROWS:
         parts = zip(*(each.split(_PLAIN_ROWS) for each in (logits, rows, positions)), strict=True)
         chosen = [

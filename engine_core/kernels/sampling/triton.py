@@ -34,8 +34,10 @@ from engine_core.kernels.launch.triton import (
     launch_dependents,
     pdl_options,
     wait,
+    zero,
 )
 from engine_core.kernels.sampling.reference import LEAST_TEMPERATURE, mass_bits
+from engine_core.kernels.turns import Turns
 
 if TYPE_CHECKING:
     from engine_core.kernels.sampling import SamplingState
@@ -132,10 +134,21 @@ class _Rows(NamedTuple):
 
 
 class _Chosen(NamedTuple):
-    """Where the choice of a row is stored."""
+    """Where the choice of a row is stored.
+
+    Attributes:
+        tokens: of all turns.
+        last_tokens: by row of the persistent batch.
+        turn: a pointer to the number of this turn.
+        tokens_stride: of turns.
+        status_stride: of turns.
+    """
 
     tokens: Any
     last_tokens: Any
+    turn: Any
+    tokens_stride: Any
+    status_stride: Any
 
 
 class _Found(NamedTuple):
@@ -402,10 +415,10 @@ def _kind(numbers_ptr, vocab):
 
 
 @triton.jit
-def _take(token, is_live, place, row, chosen, rows):
+def _take(token, is_live, turn, place, row, chosen, rows):
     """Make ``token`` the row's one."""
     token = token.to(tl.int64)
-    tl.store(chosen.tokens + place, token)
+    tl.store(chosen.tokens + turn * chosen.tokens_stride + place, token)
     tl.store(chosen.last_tokens + row, token)
     # Rows of padding share a row.
     if rows.kinds is not None:
@@ -618,6 +631,7 @@ def _peaks_kernel(
         share = _weights(best, tl.maximum(peak, _LEAST_LOGIT), steepness)
         tl.store(sum_ptr + here + block, tl.sum(weight * share, axis=0))
     if arrives_last(arrivals_ptr + place, num_blocks):
+        turn = tl.load(chosen.turn)
         peak, token = load_best(best_ptr + here, place_ptr + here, num_blocks, vocab, BLOCK_BLOCKS)
         blocks = tl.arange(0, BLOCK_BLOCKS)
         some = blocks < num_blocks
@@ -631,7 +645,7 @@ def _peaks_kernel(
         status = tl.where(live, status, 0)
         is_drawn = is_random & (status == 0)
         tl.store(found.modes + place, tl.where(is_drawn, mode, _DONE))
-        tl.store(status_ptr + place, status.to(tl.int8))
+        tl.store(status_ptr + turn * chosen.status_stride + place, status.to(tl.int8))
         tl.store(positions_ptr + place, tl.where(live, position + 1, position))
         if is_drawn:
             tl.store(found.peaks + place, peak)
@@ -651,7 +665,7 @@ def _peaks_kernel(
                 tl.store(found.totals + place, total)
         else:
             # Of a random row without a finite logit any token, which means nothing.
-            _take(tl.minimum(token, vocab - 1), live, place, row, chosen, rows)
+            _take(tl.minimum(token, vocab - 1), live, turn, place, row, chosen, rows)
 
 
 @triton.jit
@@ -1305,6 +1319,7 @@ def _settle_kernel(
         peak = tl.load(found.peaks + place)
         steepness = _steepness(numbers_ptr)
         u = tl.load(found.draws + place)
+        turn = tl.load(chosen.turn)
         lower = tl.load(found.bounds + place * 3)
         upper = tl.load(found.bounds + place * 3 + 1)
         floor = tl.load(found.bounds + place * 3 + 2)
@@ -1389,17 +1404,31 @@ def _settle_kernel(
         token = _draw(
             logits, last, min_p, u, masses_ptr, num_blocks, BLOCK, BLOCK_BLOCKS, SCANNED, CHUNK
         )
-        _take(token, mode != _DONE, place, row, chosen, rows)
+        _take(token, mode != _DONE, turn, place, row, chosen, rows)
 
 
 def sample_tokens(
-    logits: Tensor, rows: Tensor, positions: Tensor, last_tokens: Tensor, state: SamplingState
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    last_tokens: Tensor,
+    state: SamplingState,
+    turns: Turns | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tokens ``[B]`` int64 and status ``[B]`` int8 of ``logits [B, V]``."""
     num_rows, vocab = logits.shape
     device = logits.device
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
-    status = torch.empty(num_rows, dtype=torch.int8, device=device)
+    # Kernels are the same with turns and without.
+    turn, strides = None, (0, 0)
+    if turns is None:
+        tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
+        status = torch.empty(num_rows, dtype=torch.int8, device=device)
+    else:
+        tokens, status, turn = turns
+    if turn is None:
+        turn = zero(device)
+    else:
+        strides = tokens.stride(0), status.stride(0)
     if num_rows == 0:
         return tokens, status
 
@@ -1438,7 +1467,7 @@ def sample_tokens(
         seen_ids=seen_ids,
         seen_sizes=seen_sizes,
     )
-    chosen = _Chosen(tokens, last_tokens)
+    chosen = _Chosen(tokens, last_tokens, turn, *strides)
     is_many = num_rows >= _MANY_ROWS
     parts = _PARTS_OF_MANY if is_many else _PARTS
     block = 4 * _LANES * parts
