@@ -53,7 +53,7 @@ from engine_core.step_context import BuildContext
 T = TypeVar("T")
 
 # Operations that most models have, and a first token needs.
-_USUAL = ("linear", "attention", "norm", "rotary_store", "greedy")
+_USUAL = ("linear", "attention", "embedding", "norm", "rotary_store", "greedy")
 
 _SIGNALS = {
     signal.SIGTERM: signal.SIG_DFL,

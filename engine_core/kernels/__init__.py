@@ -16,6 +16,7 @@ from engine_core.kernels.activation import (
 )
 from engine_core.kernels.attention import paged_attention
 from engine_core.kernels.decode_inputs import DecodeInputs, decode_inputs
+from engine_core.kernels.embedding import embed
 from engine_core.kernels.experts import (
     Routing,
     are_few_tokens,
@@ -105,6 +106,7 @@ __all__ = [
     "choose_experts",
     "choose_greedy",
     "decode_inputs",
+    "embed",
     "fits_fused_sum",
     "fits_head_norms",
     "fits_rank_sum",

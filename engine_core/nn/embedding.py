@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine_core.kernels import CodedWeight, linear
+from engine_core.kernels import CodedWeight, embed, linear
 from engine_core.nn.distributed import all_gather_last_dim, all_reduce
 from engine_core.nn.loading import (
     ShapeMismatchError,
@@ -81,17 +80,18 @@ class Embedding(VocabularySplit):
     def forward(self, input_ids: Tensor) -> Tensor:
         """``[...]`` int64 to ``[..., hidden]``."""
         if self.context.tp_size == 1:
-            return self._take(input_ids)
+            return embed(input_ids, self.weight) if self.packed is None else self._take(input_ids)
+        if self.packed is None:
+            return all_reduce(embed(input_ids, self.weight, self.first), self.context)
         local = input_ids - self.first
         outside = (local < 0) | (local >= self.rows)
         out = self._take(local.masked_fill(outside, 0))
         return all_reduce(out.masked_fill(outside.unsqueeze(-1), 0), self.context)
 
     def _take(self, rows: Tensor) -> Tensor:
-        if self.packed is not None:
-            taken: Tensor = self.packed.take(rows)  # type: ignore[attr-defined]
-            return taken
-        return F.embedding(rows, self.weight)
+        """Rows of the matrix that is packed."""
+        taken: Tensor = self.packed.take(rows)  # type: ignore[union-attr]
+        return taken
 
 
 class LMHead(VocabularySplit):

@@ -42,6 +42,7 @@ def check_ranks(found: dict[str, Any], alone: dict[str, Any]) -> None:
     assert steps.keys() > {name for name in alone["steps"] if "quick" not in name.lower()}
     start = set(steps["start of ranks"])
     assert start > {"_shots_kernel", "_words_kernel", "_choose_greedy_kernel", "_decode_kernel"}
+    assert counts["_embed_kernel"] == alone["counts"]["_embed_kernel"] == 1
     for kernel in ("_shots_kernel", "_words_kernel"):
         assert counts[kernel] % 2 == 0
     assert counts["_settle_kernel"] == alone["counts"]["_settle_kernel"]
@@ -75,13 +76,14 @@ def test_all_steps_of_a_start_run_on_a_gpu_that_is_not_there(tmp_path: Path) -> 
         assert {"(3, 3, 0, GREEDY", "(1, 1, 0, RANDOM", "(64, 0, 1, GREEDY"} <= set(steps)
         assert {"DecodeGraphs others", "GraphSteps others"} <= set(steps)
         assert "_choose_greedy_kernel" in steps["(3, 3, 0, GREEDY"]
+        assert {"_decode_inputs_kernel", "_embed_kernel"} <= set(steps["(3, 3, 0, GREEDY"])
         assert {"_peaks_kernel", "_settle_kernel"} <= set(steps["(1, 1, 0, RANDOM"])
         # Logits of 16 and of 32 bits, with adjustments of any kind and without.
         assert rehearsed["counts"]["_settle_kernel"] == 4
         assert "_decode_kernel" in steps["(3, 3, 0, GREEDY"]
         assert "_decode_kernel" not in steps["(64, 0, 1, GREEDY"]
         quick = set(steps["(64, 0, 1, GREEDY quick"])
-        assert "_prefill_kernel" in quick
+        assert {"_embed_kernel", "_prefill_kernel"} <= quick
         assert not quick & {"_linear_kernel", "_hopper_prefill_kernel"}
         assert quick >= set(steps["quick steps"])
         # What a first token needs comes before all else.

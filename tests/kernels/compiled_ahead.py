@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from early_lines import LOADS, STORES, early_lines
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -18,6 +19,8 @@ from triton.runtime.jit import JITFunction
 from engine_core.kernels import DeferredRMSNorm, GroupWeight, Routing, row_codes
 from engine_core.kernels.activation import triton as activations
 from engine_core.kernels.block_linear import FORMS, group_weight
+from engine_core.kernels.decode_inputs import triton as decode_inputs
+from engine_core.kernels.embedding import triton as embedding
 from engine_core.kernels.experts import triton as experts
 from engine_core.kernels.gpu import GPU
 from engine_core.kernels.linear import triton as kernels
@@ -50,7 +53,8 @@ def compile_launches() -> list[Any]:
     """From now on each launch only compiles; what it compiled is added to the list."""
     driver.set_active(AbsentGPU())
     rows = (row_codes.triton, norms, activations, rotary_stores)
-    for module in (kernels, groups, experts, experts.few, rank_sums, sampling, *rows):
+    heads = (decode_inputs, embedding)
+    for module in (kernels, groups, experts, experts.few, rank_sums, sampling, *rows, *heads):
         module.pdl_options = lambda device: {"PDL": True, "launch_pdl": True}
     run, found = JITFunction.run, []
 
@@ -145,6 +149,24 @@ def compile_row_codes(found: list[Any]) -> bool:
     return all(wide) and len(wide) == 4 and all(kernel.asm["cubin"] for kernel in found[begin:])
 
 
+def compile_head(found: list[Any]) -> bool:
+    """Whether the head of a decode step becomes machine code, that lets the next kernel be launched
+    and then waits before it reads or writes; ids are asserted to have rows, but for those of ranks.
+    """
+    begin, ids = len(found), torch.zeros(3, dtype=torch.int64)
+    table, weight = torch.zeros(3, 16, dtype=torch.int32), torch.zeros(100, 896).bfloat16()
+    decode_inputs.decode_inputs(ids, ids, ids, [table, table], [16, 16], ids[:1], 8)
+    embedding.embed(ids, weight, None)
+    embedding.embed(ids, weight, 100)
+    made = []
+    for kernel in found[begin:]:
+        ptx = kernel.asm["ptx"]
+        early = [early_lines(ptx, what) for what in (LOADS, STORES)]
+        made.append(bool(kernel.asm["cubin"]) and early == [[], []] and ptx.count(LAUNCHES) == 1)
+    asserted = ["__assertfail" in kernel.asm["ptx"] for kernel in found[begin:]]
+    return all(made) and asserted == [False, False, True, False]
+
+
 # Rows, tokens, and whether logits are adjusted.
 CHOICES = [(1, 151936, False), (64, 128256, True)]
 
@@ -218,8 +240,9 @@ def main(names: list[str]) -> None:
 
     "experts" are the kernels of a layer of experts for one token, "rank_sums" those of sums over
     ranks, "all_" before them more of their forms, "row_codes" those of rows that are quantised
-    where they are made, "sampling" those that choose tokens, "few_tokens" the same of three, and
-    "plain_tokens" of three whose logits nothing adjusts.
+    where they are made, "head" those that a decode step begins with, "sampling" those that choose
+    tokens, "few_tokens" the same of three, and "plain_tokens" of three whose logits nothing
+    adjusts.
     """
     found = compile_launches()
     for name in names:
@@ -228,6 +251,8 @@ def main(names: list[str]) -> None:
             made = MANY[kind](found, every=kind != name)
         elif name in SAMPLING:
             made = compile_sampling(found, SAMPLING[name])
+        elif name == "head":
+            made = compile_head(found)
         elif name == "row_codes":
             made = compile_row_codes(found)
         else:

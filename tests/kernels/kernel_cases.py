@@ -218,6 +218,7 @@ def native_matrix(device: str) -> Iterator[Case]:
         yield from _linear_add_cases(device, dtype)
         yield from _linear_add_norm_cases(device, dtype)
         yield from _linear_rotary_store_cases(device, dtype)
+        yield from _embedding_cases(device, dtype)
         yield from _greedy_cases(device, dtype)
         yield from _sampling_cases(device, dtype)
         yield from _attention_cases(device, dtype)
@@ -642,6 +643,23 @@ def _linear_rotary_store_cases(device: str, dtype: torch.dtype) -> Iterator[Case
                         t, h, v, d, i
                     ),
                 )
+
+
+def _embedding_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    def run(tokens: int, size: int, first: int | None) -> float:
+        weight = _randn(500, size, device=device, dtype=dtype)
+        ids = torch.arange(tokens, device=device) * 7919 % (500 if first is None else 1500)
+        got = kernels.embed(ids.unsqueeze(0), weight, first)
+        rows = ids - (first or 0)
+        has_row = ((rows >= 0) & (rows < 500)).unsqueeze(-1)
+        expected = torch.where(has_row, weight[rows.clamp(0, 499)], 0).unsqueeze(0)
+        return 0.0 if torch.equal(got, expected) else torch.inf
+
+    for tokens, size, first in itertools.product((1, 5, 3000), (896, 4096, 100), (None, 500)):
+        part = "" if first is None else "-part"
+        yield Case(
+            "embed", f"{tokens}x{size}{part}", dtype, lambda t=tokens, s=size, f=first: run(t, s, f)
+        )  # type: ignore[misc]
 
 
 def _greedy_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:

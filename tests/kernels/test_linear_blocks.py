@@ -143,13 +143,13 @@ MORE_FORMS = ["Q4_K", "Q5_1", "all_experts", "all_rank_sums", "sampling", "few_t
 @pytest.mark.parametrize(
     "names",
     [
-        ["int4", "Q6_K", "experts", "rank_sums", "row_codes", "plain_tokens"],
+        ["int4", "Q6_K", "experts", "rank_sums", "row_codes", "head", "plain_tokens"],
         pytest.param(MORE_FORMS, marks=pytest.mark.long),
     ],
     ids=["each kind", "more forms"],
 )
 def test_they_compile_for_a_gpu_that_is_not_there(names: list[str], tmp_path: Path) -> None:
-    """Ways to keep codes and scales, experts, sums over ranks, rows in codes, sampling.
+    """Ways to keep codes and scales, experts, sums over ranks, rows in codes, heads, sampling.
 
     By a child, for here kernels are interpreted. Each form of a kernel takes seconds.
     """

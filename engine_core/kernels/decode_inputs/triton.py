@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine_core.kernels.decode_inputs.reference import Parts
+from engine_core.kernels.launch.triton import launch_dependents, pdl_options, wait
 
 
 @triton.jit(do_not_specialize=["num_turns"])
@@ -29,7 +30,11 @@ def _decode_inputs_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     WRITES_TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    launch_dependents(PDL)
+    # In a graph it is the first. Without one the kernel before may write the last tokens.
+    wait(PDL)
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + place)
     position = tl.load(positions_ptr + place)
@@ -87,5 +92,6 @@ def decode_inputs(
                 BLOCK=256,
                 WRITES_TOKENS=group == 0,
                 num_warps=4,
+                **pdl_options(rows.device),
             )
     return input_ids, position_ids, kv_lens, block_tables, slot_mappings
