@@ -66,7 +66,9 @@ class InstantGraphs:
             table.flush()
         return self
 
-    def replays(self, turns: int, rows: int, *, chosen: bool) -> Iterator[StepOutputs]:
+    def replays(
+        self, captured: InstantGraphs, turns: int, rows: int, *, chosen: bool
+    ) -> Iterator[StepOutputs]:
         for _ in range(turns):
             yield StepOutputs(room=self.room)
 

@@ -36,7 +36,7 @@ from benchmarks.workloads import SHAPES
 from engine_core import LLM
 from engine_core.bench.workloads import mix_requests
 from engine_core.runtime.eager import EagerSteps
-from engine_core.runtime.graphs import Captured, GraphSteps
+from engine_core.runtime.graphs import Captured, DecodeGraphs, GraphSteps
 
 Marks = list[tuple[str, int, Any]]
 
@@ -50,12 +50,14 @@ def marked(marks: Marks) -> Iterator[None]:
         event.record()
         marks.append((kind, tokens, event))
 
-    replays, graph, eager = Captured.replays, GraphSteps.run, EagerSteps.run
+    replays, graph, eager = DecodeGraphs.replays, GraphSteps.run, EagerSteps.run
 
-    def replayed(self: Captured, turns: int, rows: int, *, chosen: bool) -> Iterator[Any]:
-        room = len(self.chosen.tokens)
-        for outputs in replays(self, turns, rows, chosen=chosen):
-            mark(f"decode, {room:4} rows", rows)
+    def replayed(
+        self: DecodeGraphs, captured: Captured, turns: int, rows: int, *, chosen: bool
+    ) -> Iterator[Any]:
+        for outputs in replays(self, captured, turns, rows, chosen=chosen):
+            together = "" if outputs.turns == 1 else f", {outputs.turns} together"
+            mark(f"decode, {captured.room.rows:4} rows{together}", rows * outputs.turns)
             yield outputs
 
     def kind_of(batch: Any, way: str) -> str:
@@ -75,7 +77,7 @@ def marked(marks: Marks) -> Iterator[None]:
         return outputs
 
     with (
-        patch.object(Captured, "replays", replayed),
+        patch.object(DecodeGraphs, "replays", replayed),
         patch.object(GraphSteps, "run", captured),
         patch.object(EagerSteps, "run", alone),
     ):

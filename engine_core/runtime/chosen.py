@@ -46,12 +46,12 @@ class ChosenRoom:
         room = memory[: cls.bytes_of(rows, num_turns)].view(num_turns, -1)
         return cls(rows, Turns(*_parts(room, rows), turn), room)
 
-    def to_host(self, count: int) -> tuple[Tensor, Tensor]:
-        """Tokens ``[count, rows]`` int64 and their status, int8, of the first turns.
+    def to_host(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Tokens ``[count, rows]`` int64 and their status, int8, of the turns from ``first`` on.
 
         From a GPU they are on their way: they are there after all that was launched before.
         """
-        some = self.room[:count]
+        some = self.room[first : first + count]
         if not some.is_cuda:
             return _parts(some.clone(), self.rows)
         host = torch.empty(some.shape, dtype=torch.uint8, pin_memory=True)

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import chain, pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -94,26 +95,6 @@ class Captured:
     logits: Tensor | None
     room: ChosenRoom
     numbers: Tensor | None
-
-    def replays(self, turns: int, rows: int, *, chosen: bool) -> Iterator[StepOutputs]:
-        """Replay it so often; return results of the first ``rows`` rows.
-
-        ``chosen`` says whether its own choice is wanted, of as many turns at once as there is room
-        for, not the logits of each.
-        """
-        if chosen:
-            most = len(self.room.room)
-            for begin in range(0, turns, most):
-                some = min(most, turns - begin)
-                for _ in range(some):
-                    self.graph.replay()
-                yield StepOutputs(room=self.room, turns=some)
-            return
-        assert self.logits is not None, "greedy steps keep their logits"
-        outputs = StepOutputs(self.logits[:rows])
-        for _ in range(turns):
-            self.graph.replay()
-            yield outputs
 
 
 @dataclass(slots=True)
@@ -247,6 +228,23 @@ class _Prepared(NamedTuple):
     step: _Step
     room: ChosenRoom
     numbers: Tensor | None
+
+
+@dataclass(slots=True)
+class _Standing:
+    """The rows of decode steps as they are on the device, but for what the last replays moved.
+
+    Attributes:
+        bucket: rows of the step that they were sent for, padding included.
+        rows: numbers in the persistent batch.
+        positions: as they were before those replays.
+        moved: how many these are.
+    """
+
+    bucket: int
+    rows: IntArray
+    positions: IntArray
+    moved: int = 0
 
 
 class _Graphs(ABC):
@@ -495,11 +493,12 @@ class DecodeGraphs(_Graphs):
     """Steps in which every row decodes, one graph for each size of batches and :class:`Choice`.
 
     The device moves the rows on by itself, so the host sends row numbers and positions only, in one
-    copy. A replay takes each row's last token from the device, computes it at the row's position,
-    leaves the chosen next token as the row's last one, and moves the position on: replayed again it
-    computes the step after, without the host. It counts its turns, and each leaves its tokens at a
-    place of its own, so that one copy after the last replay sends them all. Rows of padding stand
-    at position -1: they store nothing and stay where they are.
+    copy, and none where a plan goes on with the rows of the one before. A replay takes each row's
+    last token from the device, computes it at the row's position, leaves the chosen next token as
+    the row's last one, and moves the position on: replayed again it computes the step after,
+    without the host. It counts its turns, and each leaves its tokens at a place of its own, so that
+    one copy after the last replay sends them all. Rows of padding stand at position -1: they store
+    nothing and stay where they are.
     """
 
     def __init__(self, state: GraphState) -> None:
@@ -529,6 +528,9 @@ class DecodeGraphs(_Graphs):
         on_gpu = self._device.type == "cuda"
         self._ring = [torch.empty(size, dtype=torch.int64, pin_memory=on_gpu) for _ in range(_RING)]
         self._sent = 0
+        self._standing: _Standing | None = None
+        # The place of the next turn's tokens.
+        self._turn = 0
         # Those whose tensors the adjusted graphs have captured.
         self._adjustments: Adjustments | None = None
         # Whether the step that begins next does without a capture, and has loaded its kernel.
@@ -654,8 +656,58 @@ class DecodeGraphs(_Graphs):
         captured = self._get(key)
         if captured is None:
             return None
+        if not self._stand(key.decode_rows, rows, positions):
+            self._send(key.decode_rows, rows, positions)
+        for table in self._steps.tables:
+            table.flush()
+        return captured
+
+    def replays(
+        self, captured: Captured, turns: int, rows: int, *, chosen: bool
+    ) -> Iterator[StepOutputs]:
+        """Replay what has begun so often; return results of the first ``rows`` rows.
+
+        ``chosen`` says whether its own choice is wanted, of as many turns at once as there is room
+        for, not the logits of each.
+        """
+        assert self._standing is not None, "it has begun"
+        num_turns = len(captured.room.room)
+        while turns:
+            first = self._turn
+            some = min(turns, num_turns - first) if chosen else 1
+            for _ in range(some):
+                captured.graph.replay()
+            turns -= some
+            self._standing.moved += some
+            self._turn = (first + some) % num_turns
+            if chosen:
+                yield StepOutputs(room=captured.room, turn=first, turns=some)
+            else:
+                assert captured.logits is not None, "greedy steps keep their logits"
+                yield StepOutputs(captured.logits[:rows])
+
+    def _stand(
+        self, bucket: int, rows: Sequence[int] | IntArray, positions: Sequence[int] | IntArray
+    ) -> bool:
+        """Whether the device has these rows at these positions, by itself."""
+        standing = self._standing
+        # Without a replay by :meth:`replays` somebody else may have replayed.
+        if standing is None or standing.bucket != bucket or not standing.moved:
+            return False
+        standing.positions += standing.moved
+        standing.moved = 0
+        same = np.array_equal(standing.rows, rows)
+        return same and np.array_equal(standing.positions, positions)
+
+    def _send(
+        self, bucket: int, rows: Sequence[int] | IntArray, positions: Sequence[int] | IntArray
+    ) -> None:
+        """Bring the rows and their positions to the device, where turns begin anew."""
+        count = len(rows)
+        self._standing = _Standing(bucket, np.array(rows), np.array(positions))
+        self._turn = 0
         self._sent = (self._sent + 1) % _RING
-        places = _places_of(key.decode_rows)
+        places = _places_of(bucket)
         sent = self._ring[self._sent][: places.turn.stop]
         host = sent.numpy()
         # Padding, and the turn before the first.
@@ -664,13 +716,11 @@ class DecodeGraphs(_Graphs):
         host[:count] = rows
         host[places.positions][:count] = positions
         self._static[: len(sent)].copy_(sent, non_blocking=True)
-        for table in self._steps.tables:
-            table.flush()
-        return captured
 
     def _prepare(self, key: GraphKey) -> _Prepared:
         rows, positions, turn = (self._static[part] for part in _places_of(key.decode_rows))
         # Padding is all there is in the step that is captured.
+        self._standing = None
         self._static[:] = -1
         rows.fill_(self._steps.max_rows)
         room = ChosenRoom.of(key.decode_rows, self._state.max_repeat, self._chosen, turn)

@@ -417,7 +417,9 @@ class ModelRunner:
             replayed = self._decode_graphs.begin(*_places(plan), choice or Choice.GREEDY)
             if replayed is not None:
                 self._ran = "graph", replayed.room.rows
-                turns = replayed.replays(plan.repeat, len(plan.rows), chosen=choice is not None)
+                turns = self._decode_graphs.replays(
+                    replayed, plan.repeat, len(plan.rows), chosen=choice is not None
+                )
                 return self._collect(plan, choice, turns)
         steps = None if watched else self._graph_steps or self._recorded_steps
         pending = self._collect(plan, choice, self._run(plan, choice, steps, decodes=decodes))
@@ -584,7 +586,7 @@ class ModelRunner:
                 if self._link is not None and outputs.tokens is not None:
                     self._link.send_tokens(outputs.tokens)
             if outputs.room is not None:
-                tokens, status = outputs.room.to_host(outputs.turns)
+                tokens, status = outputs.room.to_host(outputs.turn, outputs.turns)
             elif outputs.tokens is not None and outputs.status is not None:
                 tokens = _to_host(outputs.tokens).unsqueeze(0)
                 status = _to_host(outputs.status).unsqueeze(0)

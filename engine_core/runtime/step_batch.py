@@ -154,7 +154,8 @@ class StepOutputs:
         tokens: ``[N]`` int64, chosen by the runner.
         status: ``[N]`` int8, as of :func:`~engine_core.kernels.sample_tokens`.
         room: what a captured step chose itself, in place of both.
-        turns: how many of the room's it did.
+        turn: the first of the room's turns that it did.
+        turns: how many it did.
         places: for each row of the plan, where its token is among the N; None for their order.
         hidden: ``[T, H]``, the model's output for each token, where it may be needed.
     """
@@ -163,6 +164,7 @@ class StepOutputs:
     tokens: Tensor | None = None
     status: Tensor | None = None
     room: ChosenRoom | None = None
+    turn: int = 0
     turns: int = 1
     places: Sequence[int] | None = None
     hidden: Tensor | None = None

@@ -955,15 +955,67 @@ def test_turns_are_sent_together(device: Device, state: GraphState, choice: Choi
     graphs = DecodeGraphs(replace(state, max_repeat=8, logits_of=following, capturer=Replaying))
     captured = graphs.begin(*rows(3), choice)
     assert captured is not None
-    (outputs,) = captured.replays(8, 3, chosen=True)
+    (outputs,) = graphs.replays(captured, 8, 3, chosen=True)
     assert outputs.room is not None
-    tokens, status = outputs.room.to_host(outputs.turns)
+    tokens, status = outputs.room.to_host(outputs.turn, outputs.turns)
     assert (tokens.shape, tokens.dtype, tokens.stride(1)) == ((8, 4), torch.int64, 1)
     assert (status.shape, status.dtype, status.stride(1)) == ((8, 4), torch.int8, 1)
     # Of one tensor, so that one copy brings them.
     assert tokens.untyped_storage().data_ptr() == status.untyped_storage().data_ptr()
     assert tokens[:, 0].tolist() == tokens[:, 2].tolist()
     assert len(set(tokens[:, 0].tolist())) > 1
+
+
+def test_a_plan_that_goes_on_with_the_same_rows_sends_nothing(
+    device: Device, state: GraphState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else has rows that the device does not have at its place is sent."""
+    graphs = DecodeGraphs(replace(state, max_repeat=4, logits_of=following, capturer=Replaying))
+    sent = []
+    send = graphs._send
+    monkeypatch.setattr(
+        graphs, "_send", lambda bucket, *given: (sent.append(bucket), send(bucket, *given))
+    )
+
+    def plan(numbers: list[int], positions: list[int], turns: int) -> list[list[int]]:
+        captured = graphs.begin(numbers, positions)
+        assert captured is not None
+        found = []
+        for outputs in graphs.replays(captured, turns, len(numbers), chosen=True):
+            assert outputs.room is not None
+            tokens, _ = outputs.room.to_host(outputs.turn, outputs.turns)
+            found += tokens[:, : len(numbers)].tolist()
+        return found
+
+    assert len(plan([0, 1, 2], [5, 6, 7], 3)) == 3
+    # Turns 3, 0 and 1 of the room, and then 2.
+    first = plan([0, 1, 2], [8, 9, 10], 3)
+    (next_tokens,) = plan([0, 1, 2], [11, 12, 13], 1)
+    assert sent == [4]
+    wanted = [
+        (3 * token + place + 1) % VOCAB
+        for token, place in zip(first[-1], [11, 12, 13], strict=True)
+    ]
+    assert next_tokens == wanted
+    # Rows that moved on in another way, that are others, more or fewer, or in another order.
+    plan([0, 1, 2], [12, 13, 14], 1)
+    assert sent == [4]
+    plan([0, 1, 2], [13, 14, 16], 1)
+    plan([0, 1, 3], [16, 17, 19], 1)
+    plan([0, 1], [17, 18], 1)
+    plan([0, 1, 2, 3], [18, 19, 19, 20], 1)
+    plan([1, 0, 2, 3], [19, 20, 20, 21], 1)
+    assert len(sent) == 6
+    # A capture in between, which moves what is there, and a plan whose step was not replayed here.
+    plan([1, 0, 2, 3], [20, 21, 21, 22], 1)
+    assert len(sent) == 6
+    graphs.capture_next()
+    plan([1, 0, 2, 3], [21, 22, 22, 23], 1)
+    captured = graphs.begin([1, 0, 2, 3], [22, 23, 23, 24])
+    assert captured is not None
+    captured.graph.replay()
+    plan([1, 0, 2, 3], [23, 24, 24, 25], 1)
+    assert len(sent) == 8
 
 
 def test_turns_that_were_run_in_different_ways_go_together(
