@@ -16,13 +16,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from engine_core.kernels import DeferredRMSNorm, GroupWeight, Routing, row_codes
+from engine_core.kernels import DeferredRMSNorm, GroupWeight, Routing, Turns, row_codes
 from engine_core.kernels.activation import triton as activations
 from engine_core.kernels.block_linear import FORMS, group_weight
 from engine_core.kernels.decode_inputs import triton as decode_inputs
 from engine_core.kernels.embedding import triton as embedding
 from engine_core.kernels.experts import triton as experts
 from engine_core.kernels.gpu import GPU
+from engine_core.kernels.greedy import triton as greedy
 from engine_core.kernels.linear import triton as kernels
 from engine_core.kernels.linear.groups import triton as groups
 from engine_core.kernels.linear.readers.triton import GroupReader
@@ -53,7 +54,7 @@ def compile_launches() -> list[Any]:
     """From now on each launch only compiles; what it compiled is added to the list."""
     driver.set_active(AbsentGPU())
     rows = (row_codes.triton, norms, activations, rotary_stores)
-    heads = (decode_inputs, embedding)
+    heads = (decode_inputs, embedding, greedy)
     for module in (kernels, groups, experts, experts.few, rank_sums, sampling, *rows, *heads):
         module.pdl_options = lambda device: {"PDL": True, "launch_pdl": True}
     run, found = JITFunction.run, []
@@ -158,13 +159,25 @@ def compile_head(found: list[Any]) -> bool:
     decode_inputs.decode_inputs(ids, ids, ids, [table, table], [16, 16], ids[:1], 8)
     embedding.embed(ids, weight, None)
     embedding.embed(ids, weight, 100)
-    made = []
-    for kernel in found[begin:]:
+    of_head = found[begin:]
+    made = [choice_is_made(found, rows) for rows in (3, 100)]
+    for kernel in of_head:
         ptx = kernel.asm["ptx"]
         early = [early_lines(ptx, what) for what in (LOADS, STORES)]
         made.append(bool(kernel.asm["cubin"]) and early == [[], []] and ptx.count(LAUNCHES) == 1)
-    asserted = ["__assertfail" in kernel.asm["ptx"] for kernel in found[begin:]]
+    asserted = ["__assertfail" in kernel.asm["ptx"] for kernel in of_head]
     return all(made) and asserted == [False, False, True, False]
+
+
+def choice_is_made(found: list[Any], rows: int) -> bool:
+    """Whether the greedy choice that ends such a step becomes machine code, in turns or not."""
+    begin, logits = len(found), torch.zeros(rows, 151936).bfloat16()
+    state = torch.zeros(rows, dtype=torch.int64)
+    turns = Turns(state.repeat(8, 1), state.repeat(8, 1).to(torch.int8), state[:1])
+    for given in (turns, None):
+        greedy.choose_greedy(logits, state, state, state, given)
+    greedy.choose_greedy(logits)
+    return len(found) == begin + 3 and all(kernel.asm["cubin"] for kernel in found[begin:])
 
 
 # Rows, tokens, and whether logits are adjusted.

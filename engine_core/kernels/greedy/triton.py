@@ -88,8 +88,8 @@ def _choose_greedy_kernel(
     block = (VOCAB - 1) // BLOCK - tl.program_id(1)
     best = _load_logits(logits_ptr, block * BLOCK + in_block, VOCAB)
     place = tl.zeros([BLOCK], dtype=tl.int32) + block
-    for turn in tl.range(1, block // runs + 1, num_stages=STAGES):
-        at = block - turn * runs
+    for run in tl.range(1, block // runs + 1, num_stages=STAGES):
+        at = block - run * runs
         x = _load_logits(logits_ptr, at * BLOCK + in_block, VOCAB)
         # Of equal ones the first wins, which comes last.
         place = tl.where(x >= best, at, place)
