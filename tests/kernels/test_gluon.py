@@ -676,7 +676,7 @@ EARLY_TILES = {
 }
 
 
-DEALING = ("chain", "chain-bias")
+DEALING = ("chain", "chain-bias", "chain-codes", "chain-codes-zeros")
 
 
 @pytest.mark.slow
