@@ -1,4 +1,4 @@
-"""The linears from one attention to the next as one launch, on Hopper, in Gluon.
+"""The linears from one attention to the next, or to the end, as one launch, on Hopper, in Gluon.
 
 A program stays on its multiprocessor from the first linear to the last. The tensor memory
 accelerator brings tiles of the weights to a ring in shared memory, and begins with those of the
@@ -14,7 +14,7 @@ own columns count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -486,6 +486,44 @@ def _linear(
 
 
 @gluon.jit
+def _ask_columns(end, start, N: gl.constexpr, WARPS: gl.constexpr):
+    """Sums of the columns from ``start`` on, one for each thread, and the norm's weight."""
+    cols = start + gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    total = gl.load(end.total + cols, mask=cols < N, other=0.0, cache_modifier=".cg")
+    return cols, total, ask(end.norm_weight, cols, N) + end.OFFSET
+
+
+@gluon.jit
+def divide(
+    end, eps, count_ptr, target, N: gl.constexpr, TILES: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """The end of a chain of three: the result of ``end``'s norm, rounded as one by itself rounds.
+
+    Programs that have columns wait for all others; no more than a thread's are asked for at once.
+    """
+    ELEMENT: gl.constexpr = end.out.dtype.element_ty
+    arrive(count_ptr)
+    first = gl.program_id(0) * (32 * WARPS)
+    if first < N:
+        await_others(count_ptr, target)
+        places = gl.arange(
+            0, triton.next_power_of_2(TILES), gl.BlockedLayout([1], [32], [WARPS], [0])
+        )
+        squares = gl.load(
+            end.squares + places, mask=places < TILES, other=0.0, cache_modifier=".cg"
+        )
+        cols, total, weight = _ask_columns(end, first, N, WARPS)
+        inverse = 1.0 / gl.sqrt(gl.sum(squares, 0) / N + eps)
+        stride = gl.num_programs(0) * (32 * WARPS)
+        for start in range(first, N, stride):
+            normed = total.to(gl.float32) * inverse
+            if end.OFFSET == 0:
+                normed = rounded(normed, ELEMENT)
+            gl.store(end.out + cols, (normed * weight).to(ELEMENT), mask=cols < N)
+            cols, total, weight = _ask_columns(end, start + stride, N, WARPS)
+
+
+@gluon.jit
 def _multiply_all(
     x_ptr, o_end, gate_up_end, down_end, qkv_end, scales, biases, middle_eps, end_eps, count_ptr,
     weights, xs, full, empty, followers,
@@ -510,11 +548,16 @@ def _multiply_all(
         scales[2], biases[2], None, 0.0, 2, KS[2], NS[2], 0, TILES, NUM_STEPS, HALVES, DEALS,
         STAGES,
     )  # fmt: skip
-    _linear(
-        weights, xs, full, empty, followers, step, count_ptr, count, down_end.out, qkv_end,
-        scales[3], biases[3], down_end.squares, end_eps, 3, KS[3], NS[3], TILES[2], TILES,
-        NUM_STEPS, HALVES, DEALS, STAGES,
-    )  # fmt: skip
+    if len(NUM_STEPS) == 4:
+        _linear(
+            weights, xs, full, empty, followers, step, count_ptr, count, down_end.out, qkv_end,
+            scales[3], biases[3], down_end.squares, end_eps, 3, KS[3], NS[3], TILES[2], TILES,
+            NUM_STEPS, HALVES, DEALS, STAGES,
+        )  # fmt: skip
+    else:
+        programs = gl.num_programs(0)
+        target = count - count % programs + 3 * programs
+        divide(down_end, end_eps, count_ptr, target, NS[2], TILES[2], _WARPS)
 
 
 @gluon.jit
@@ -531,6 +574,7 @@ def _chain_kernel(
 ):  # fmt: skip
     """The projection back, gate and up, down, and the next queries, keys and values, of one row.
 
+    Of three linears the last has no tensors: the final norm's division stands in its place.
     ``count`` is a number that all launches add to, a multiple of the programs before each, and one
     of the tiles that were dealt out, 0 before and after each.
     """
@@ -623,9 +667,9 @@ def trial_of_chain(
 
     Args:
         x: a row like those to come.
-        weights: four, random.
+        weights: four, or three, random.
         numbers: what some rows of a weight stand for, float32.
-        biased: which of the four have a bias.
+        biased: which of them have a bias.
         offsets: of the norms.
         launch: the kernel.
     """
@@ -647,18 +691,20 @@ def trial_of_chain(
         normal(len(weight)) if has_bias else None
         for weight, has_bias in zip(weights, biased, strict=True)
     )
-    four: Any = tuple(weights)
-    tried = Chain(four, norms[0], norms[1], biases)
+    tried = Chain(tuple(weights), norms[0], norms[1], biases)
     heads, residual = normal(1, weights[0].shape[1]), normal(1, width)
 
     def run() -> Tensor:
-        qkv, total = launch(heads, residual, tried)
-        return torch.cat((qkv, total), 1)
+        out, total = launch(heads, residual, tried)
+        return torch.cat((out, total), 1)
 
     total = product(heads, 0).to(x.dtype) + residual
     gate, up = product(_normed(total, norms[0]), 1).to(x.dtype).float().chunk(2, 1)
     total = product((torch.nn.functional.silu(gate) * up).to(x.dtype), 2).to(x.dtype) + total
-    return Trial(run, torch.cat((product(_normed(total, norms[1]), 3), total.float()), 1))
+    out = _normed(total, norms[1])
+    if len(weights) == 4:
+        out = product(out, 3)
+    return Trial(run, torch.cat((out, total.float()), 1))
 
 
 def _normed(total: Tensor, norm: ChainNorm) -> Tensor:
@@ -666,6 +712,12 @@ def _normed(total: Tensor, norm: ChainNorm) -> Tensor:
     mean = wide.square().mean(1, keepdim=True)
     weighed = (wide * (norm.weight.float() + norm.offset)).to(total.dtype).float()
     return weighed * torch.rsqrt(mean + norm.eps)
+
+
+def of_four(given: Iterable[Any]) -> tuple[Any, ...]:
+    """An argument for each of four linears; None for the last if there are three."""
+    first, second, third, *last = given
+    return first, second, third, last[0] if last else None
 
 
 def _descriptor(weight: Fp8Weight, halves: int) -> TensorDescriptor:
@@ -694,18 +746,19 @@ def chain(x: Tensor, residual: Tensor, chain: Chain) -> tuple[Tensor, Tensor]:
     o_end = Added.of(residual, chain.middle.weight, tile, chain.middle.offset)
     gate_up_end = Activated.of(o_end.out, sizes[1][0], gated=True)
     down_end = Added.of(o_end.total, chain.end.weight, tile, chain.end.offset)
-    qkv_end = Activated.of(o_end.out, sizes[3][0])
-    ends = (o_end, gate_up_end, down_end, qkv_end)
-    halves = (1, 2, 1, 1)
+    ends: list[Any] = [o_end, gate_up_end, down_end]
+    ends += [Activated.of(o_end.out, n) for n, _ in sizes[3:]]
+    halves = (1, 2, 1, 1)[: len(sizes)]
+    described = (_descriptor(*each) for each in zip(weights, halves, strict=True))
     groups = max(triton.cdiv(k, _STEP) for _, k in sizes)
     shared = groups * _CHUNKS.value * _X_ROWS.value * 128
     programs = num_multiprocessors(x.device)
     _chain_kernel[(programs,)](
-        *(_descriptor(*each) for each in zip(weights, halves, strict=True)),
+        *of_four(described),
         x,
-        *ends,
-        *(weight.scales for weight in weights),
-        *chain.biases,
+        *of_four(ends),
+        *of_four(weight.scales for weight in weights),
+        *of_four(chain.biases),
         chain.middle.eps,
         chain.end.eps,
         barrier_count(x.device),
@@ -720,4 +773,4 @@ def chain(x: Tensor, residual: Tensor, chain: Chain) -> tuple[Tensor, Tensor]:
         maxnreg=_MOST_REGISTERS,
         **pdl_options(x.device),
     )
-    return qkv_end.out, down_end.total
+    return ends[-1].out, down_end.total

@@ -35,9 +35,11 @@ from engine_core.kernels.linear.boxes.hopper.triton import barriers, room
 from engine_core.kernels.linear.chain import Chain, barrier_count
 from engine_core.kernels.linear.chain.hopper.triton import (
     ask,
+    divide,
     follower,
     join_programs,
     load_tiles,
+    of_four,
     room_for_followers,
     rounded,
     trial_of_chain,
@@ -486,12 +488,15 @@ def _multiply_all(
         views, words, x, sums, full, empty, followers, step, gate_up_end.out, down_end, biases[2],
         None, 0.0, 2, KS[2], NS[2], 0, TILES, NUM_STEPS, HALVES, DEALS, STAGES, MIDDLE, HAS_ZEROS,
     )  # fmt: skip
-    join_programs(count_ptr, count + 2 * programs)
-    _linear(
-        views, words, x, sums, full, empty, followers, step, down_end.out, qkv_end, biases[3],
-        down_end.squares, end_eps, 3, KS[3], NS[3], TILES[2], TILES, NUM_STEPS, HALVES, DEALS,
-        STAGES, MIDDLE, HAS_ZEROS,
-    )  # fmt: skip
+    if len(NUM_STEPS) == 4:
+        join_programs(count_ptr, count + 2 * programs)
+        _linear(
+            views, words, x, sums, full, empty, followers, step, down_end.out, qkv_end, biases[3],
+            down_end.squares, end_eps, 3, KS[3], NS[3], TILES[2], TILES, NUM_STEPS, HALVES, DEALS,
+            STAGES, MIDDLE, HAS_ZEROS,
+        )  # fmt: skip
+    else:
+        divide(down_end, end_eps, count_ptr, count + 2 * programs, NS[2], TILES[2], _WARPS)
 
 
 @gluon.jit
@@ -510,7 +515,7 @@ def _chain_kernel(
 ):  # fmt: skip
     """The projection back, gate and up, down, and the next queries, keys and values, of one row.
 
-    ``count`` is as of 8-bit floats.
+    Three linears, and ``count``, are as of 8-bit floats.
     """
     launch_dependents(PDL)
     HALVES: gl.constexpr = (1, 2, 1, 1)
@@ -669,18 +674,18 @@ def chain(x: Tensor, residual: Tensor, chain: Chain) -> tuple[Tensor, Tensor]:
     o_end = Added.of(residual, chain.middle.weight, tile, chain.middle.offset)
     gate_up_end = Activated.of(o_end.out, sizes[1][0], gated=True)
     down_end = Added.of(o_end.total, chain.end.weight, tile, chain.end.offset)
-    qkv_end = Activated.of(o_end.out, sizes[3][0])
-    ends = (o_end, gate_up_end, down_end, qkv_end)
-    halves = (1, 2, 1, 1)
+    ends: list[Any] = [o_end, gate_up_end, down_end]
+    ends += [Activated.of(o_end.out, n) for n, _ in sizes[3:]]
+    halves = (1, 2, 1, 1)[: len(sizes)]
     passes = max(triton.cdiv(k, _GROUPS.value * _COLS.value) for _, k in sizes)
     shared = passes * _GROUPS.value * (2 * _COLS.value + 16)
     stage = _CHUNKS.value * _ROWS.value * (128 + 4) + _GROUPS.value * _ROWS.value
     described = [_descriptors(*each) for each in zip(weights, halves, strict=True)]
     _chain_kernel[(num_multiprocessors(x.device),)](
-        *(each for kind in zip(*described, strict=True) for each in kind),
+        *(each for kind in zip(*described, strict=True) for each in of_four(kind)),
         x,
-        *ends,
-        *chain.biases,
+        *of_four(ends),
+        *of_four(chain.biases),
         chain.middle.eps,
         chain.end.eps,
         barrier_count(x.device),
@@ -701,4 +706,4 @@ def chain(x: Tensor, residual: Tensor, chain: Chain) -> tuple[Tensor, Tensor]:
         maxnreg=_MOST_REGISTERS,
         **pdl_options(x.device),
     )
-    return qkv_end.out, down_end.total
+    return ends[-1].out, down_end.total
