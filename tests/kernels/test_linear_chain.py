@@ -66,16 +66,16 @@ def chain(
     With none of these it ends with a norm.
     """
     heads, hidden, intermediate, qkv = sizes
-    draw = torch.Generator().manual_seed(sum(sizes))
+    draw = torch.Generator(device).manual_seed(sum(sizes))
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw).to(torch.bfloat16)
+        return torch.randn(shape, generator=draw, device=device).to(torch.bfloat16)
 
     shapes = [(hidden, heads), (2 * intermediate, hidden), (hidden, intermediate), (qkv, hidden)]
     shapes = shapes if qkv else shapes[:3]
     on_device = [KINDS[kind](normal(n, k) / k**0.5, device) for n, k in shapes]
-    norms = [ChainNorm((normal(hidden) / 4 + 1).to(device), 1e-5, offset) for _ in range(2)]
-    biases = [normal(n).to(device) if has_bias else None for n, _ in shapes]
+    norms = [ChainNorm(normal(hidden) / 4 + 1, 1e-5, offset) for _ in range(2)]
+    biases = [normal(n) if has_bias else None for n, _ in shapes]
     return Chain(tuple(on_device), norms[0], norms[1], tuple(biases))
 
 
@@ -252,7 +252,6 @@ def test_the_kernel_runs_where_it_is_not_declined(qkv: int, kind: str) -> None:
         (4096, 4096, 14336, 6144),
         # Behind the last attention.
         (512, 512, 512, 0),
-        (3584, 3584, 18944, 0),
         (4096, 4096, 14336, 0),
     ],
 )
@@ -320,7 +319,7 @@ def test_it_is_captured_and_replayed_between_other_kernels(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_at_the_end_the_norm_rounds_as_one_by_itself(offset: float, kind: str) -> None:
-    made = chain((4096, 4096, 14336, 0), "cuda", offset=offset, kind=kind)
+    made = chain((512, 512, 1024, 0), "cuda", offset=offset, kind=kind)
     x, residual = rows(1, made, "cuda")
     normed, total = launched(x, residual, made)
     by_itself = rms_norm(total, made.end.weight, made.end.eps, offset=offset)
