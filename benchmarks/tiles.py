@@ -37,7 +37,7 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
 - ``turned=0``: no heads are columns of attention's products.
 - ``teams=0``: 4-bit codes have no programs of several warp groups that share x.
 - ``chain=0``: no linears from one attention to the next are one launch; ``deals=0``: none
-  of 8-bit floats deals out tiles of gate and up.
+  deals out tiles of gate and up; ``last=0``: those behind the last attention are launched apart.
 - ``at_once=0``: what follows attention is launched behind its products, with 1 at once.
 - ``coded=0``: norms and activations quantise no rows; ``scaled=0``: the rotation applies no scales.
 
@@ -92,6 +92,7 @@ def settings(text: str) -> Iterator[None]:
     epilogue = importlib.import_module("engine_core.nn.epilogue")
     fp8 = importlib.import_module("engine_core.nn.quantization.fp8_checkpoint")
     chain = importlib.import_module("engine_core.kernels.linear.chain")
+    linears = importlib.import_module("engine_core.nn.linear")
     declined: Callable[..., str | None] = epilogue.Deferral.declined
     tiles: dict[tuple[int, int], Any] = {}
     changes: dict[tuple[int, int], dict[str, Any]] = {}
@@ -211,8 +212,18 @@ def settings(text: str) -> Iterator[None]:
                     patch.object(attention, "leaves_room", lambda *_, v=values == "1", **__: v)
                 )
             elif key == "deals":
-                floats = importlib.import_module("engine_core.kernels.linear.chain.hopper.triton")
-                stack.enter_context(patch.object(floats, "_DEALS", values == "1"))
+                for name in ("chain", "chain.groups"):
+                    path = f"engine_core.kernels.linear.{name}.hopper.triton"
+                    kernel = importlib.import_module(path)
+                    stack.enter_context(patch.object(kernel, "_DEALS", values == "1"))
+            elif key == "last" and values == "0":
+                apart: Callable[..., Any] = linears._declined_chain
+
+                def of_others(layer: Any, chained: Any, call: Any, apart: Any = apart) -> Any:
+                    wanted = chained.following is not None
+                    return apart(layer, chained, call) if wanted else "not wanted"
+
+                stack.enter_context(patch.object(linears, "_declined_chain", of_others))
             elif key == "turned" and values == "0":
                 launch = attention.launch
 

@@ -268,12 +268,13 @@ class MLP(FeedForward):
 class Attended:
     """The output of a :class:`DecoderLayer` whose successor computes the rest of it.
 
-    One operation is that, and the successor's queries, keys and values.
+    One operation is that, and the successor's queries, keys and values. A last layer itself does
+    the rest, with the final norm.
 
     Attributes:
         heads: the attention's, ``[1, T, heads]``.
         project: the layer's projection back.
-        chained: what follows it, up to the successor's projection.
+        chained: what follows it, up to the successor's projection, or the final norm.
     """
 
     heads: Tensor
@@ -281,14 +282,16 @@ class Attended:
     chained: Chained
 
     def finish(self, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The product of the successor's first linear, and the residual beside it."""
-        product, total = self.project(self.heads, self.chained, residual)
-        return product, total
+        """The product of the successor's first linear, or the norm, and the residual beside it."""
+        out, total = self.project(self.heads, self.chained, residual)
+        return out, total
 
 
 @dataclass(frozen=True, slots=True)
 class PreNormed:
     """The output of a :class:`DecoderLayer` whose successor's input norm is applied already.
+
+    Of a last layer the final norm is, with its division.
 
     Attributes:
         values: ``[1, T, H]``, perhaps without the norm's division, or quantised.
@@ -304,8 +307,8 @@ class DecoderLayer(Module):
     agreed on it, a norm's division is left to the second: see :func:`agree`.
 
     Attributes:
-        chained: all that follows the attention until the next layer's, where the linears do that
-            in one operation for some numbers of rows; None where they never do.
+        chained: all that follows the attention until the next layer's, or to the final norm, where
+            the linears do that in one operation for some numbers of rows; None where they never do.
         may_chain: whether that is wanted: its programs wait for one another, so that they need all
             multiprocessors of a GPU to themselves.
     """
@@ -345,6 +348,8 @@ class DecoderLayer(Module):
         self.deterministic = current_build_context().deterministic
         # The layer after this one, in a tuple, which keeps it from being a part of this one.
         self._next: tuple[DecoderLayer, ...] = ()
+        # Of a last layer the final norm, likewise.
+        self._final: tuple[RMSNorm, ...] = ()
         self._joints: tuple[_Joint, _Joint | None] | None = None
         self.chained: Chained | None = None
         self.may_chain = True
@@ -361,7 +366,8 @@ class DecoderLayer(Module):
 
         Their sum is the residual stream; where x comes from a linked layer and the input norm has
         been applied to it, the residual alone is, and it may be overwritten. Where x is that
-        layer's :class:`Attended`, the residual is still the one beside its attention.
+        layer's :class:`Attended`, the residual is still the one beside its attention. A last layer
+        that was told of the final norm may return its result as :class:`PreNormed`.
         """
         # Below, the residual came with such an x, or is the sum from the input norm. In the first
         # layer it is the caller's x.
@@ -378,7 +384,11 @@ class DecoderLayer(Module):
             heads = heads.flatten(1).unsqueeze(0)
             branch, inputs = attention.ends()[2], (heads,)
             if chained is not None:
-                return Attended(heads, branch, chained), residual
+                rest = Attended(heads, branch, chained)
+                if chained.following is not None:
+                    return rest, residual
+                normed, residual = rest.finish(residual)
+                return PreNormed(normed), residual
         else:
             normed, residual = self._entered(x, residual)
             inputs = (normed, cos_sin, cache, attn_metadata)
@@ -396,9 +406,9 @@ class DecoderLayer(Module):
         return PreNormed(normed), residual
 
     def _chains(self, x: Tensor | PreNormed) -> bool:
-        """Whether the next layer is to compute the rest of this one, of what it was given."""
+        """Whether the rest of this layer is one operation, of what it was given."""
         chain = self.chained
-        if chain is None or self.watched or self._next[0].watched:
+        if chain is None or self.watched or any(each.watched for each in self._next or self._final):
             return False
         attention: Any = self.self_attn
         call = Call.of(x.values if isinstance(x, PreNormed) else x)
@@ -498,33 +508,32 @@ class DecoderLayer(Module):
     def _chain(self) -> Chained | None:
         """All that may follow the projection back in one operation; None for a family's own parts.
 
-        Up to the next layer's queries, keys and values, for there is one.
+        Up to the next layer's queries, keys and values, or to the final norm.
         """
         attention: Any = self.self_attn
         mlp: Any = self.mlp
         if self.sandwich or self.residual_after_norm or self.deterministic or not self.may_chain:
             return None
-        for layer in self._next:
-            following: Any = layer.self_attn
-            if (
-                _runs_as(attention, SelfAttention)
-                and _runs_as(mlp, FeedForward)
-                and _runs_as(following, SelfAttention)
-                and not layer.residual_after_norm
-            ):
-                first, activated, last = mlp.ends()
-                chain = Chained(
-                    AddNorm(self.post_attention_layernorm),
-                    first,
-                    activated,
-                    last,
-                    AddNorm(layer.input_layernorm),
-                    following.ends()[0],
-                )
-                # What stands in for a linear, as an adapter does, has a product of its own.
-                linears = (attention.ends()[2], first, last, chain.following)
-                return chain if all(_runs_as(each, Linear) for each in linears) else None
-        return None
+        if not _runs_as(attention, SelfAttention) or not _runs_as(mlp, FeedForward):
+            return None
+        norm: nn.Module
+        following: Linear | None = None
+        if self._next:
+            (layer,) = self._next
+            then: Any = layer.self_attn
+            if not _runs_as(then, SelfAttention) or layer.residual_after_norm:
+                return None
+            norm, following = layer.input_layernorm, then.ends()[0]
+        elif self._final:
+            (norm,) = self._final
+        else:
+            return None
+        middle, end = AddNorm(self.post_attention_layernorm), AddNorm(norm)
+        first, activated, last = mlp.ends()
+        chain = Chained(middle, first, activated, last, end, following)
+        # What stands in for a linear, as an adapter does, has a product of its own.
+        linears = (attention.ends()[2], *chain.linears)
+        return chain if all(_runs_as(each, Linear) for each in linears) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -644,14 +653,24 @@ def _ever_fuses(linear: Declines, epilogue: Epilogue, gpu: GPU | None) -> bool:
     return _first_refusal(partial(linear.declined, epilogue), linear.dtype, gpu) is None
 
 
-def link_layers(layers: Iterable[nn.Module]) -> None:
+def link_layers(layers: Iterable[nn.Module], final: nn.Module | None = None) -> None:
     """Let each :class:`DecoderLayer` know the one after it, whose norm it may fuse.
 
     To be called where ``(x, residual)`` of one layer goes to the next and nowhere else.
+
+    Args:
+        layers: in their order.
+        final: the norm to which those of the last layer go, and nowhere else, unless that layer
+            returns :class:`PreNormed`; None for a caller that does not look.
     """
-    for layer, following in pairwise(layers):
+    linked = list(layers)
+    for layer, following in pairwise(linked):
         if _runs_as_decoder_layer(layer) and _runs_as_decoder_layer(following):
             layer._next = (following,)
+            layer._joints = layer.chained = None
+    for layer in linked[-1:]:
+        if _runs_as_decoder_layer(layer) and isinstance(final, RMSNorm):
+            layer._final = (final,)
             layer._joints = layer.chained = None
 
 

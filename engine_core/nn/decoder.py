@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from engine_core.configs import HFConfig
 from engine_core.nn.attention import KVCacheLayer
-from engine_core.nn.blocks import DecoderLayer, link_layers, may_end, unlink_layer
+from engine_core.nn.blocks import (
+    DecoderLayer,
+    PreNormed,
+    link_layers,
+    may_end,
+    unlink_layer,
+)
 from engine_core.nn.causal_lm import CausalLM
 from engine_core.nn.embedding import build_embedding, build_lm_head
 from engine_core.nn.epilogue import CosSin
@@ -66,8 +72,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = build_embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers)
-        link_layers(layers)
         self.norm = norm or RMSNorm(config.hidden_size, config.rms_norm_eps)
+        link_layers(layers, self.norm)
         dtype = self.embed_tokens.dtype
         self.embedding_scale = torch.tensor(embedding_scale, dtype=dtype, device="cpu").item()
         self._span = range(len(layers))
@@ -116,21 +122,25 @@ class Decoder(nn.Module):
             layers, cos_sins = [layers[i] for i in self._kept], [cos_sins[i] for i in self._kept]
             past_key_values = [past_key_values[i] for i in self._kept]
         steps = [*zip(layers, cos_sins, past_key_values, strict=True)]
+        out: Any = x
         ending: Any = None
         if wanted is not None and (link is None or link.last) and may_end(layers[-1]):
             ending = steps.pop()
         for layer, cos_sin, cache in steps:
-            x, residual = layer(x, residual, cos_sin, cache, attn_metadata)
+            out, residual = layer(out, residual, cos_sin, cache, attn_metadata)
         if ending is not None:
             layer, *inputs = ending
-            x, residual = layer.ending(x, residual, *inputs, attn_metadata, wanted)
+            out, residual = layer.ending(out, residual, *inputs, attn_metadata, wanted)
             wanted = None
         if link is not None and not link.last:
             assert residual is not None, "a layer returned it"
-            link.send(x, residual)
-        elif x.shape[1]:
-            x = self.norm(x, residual)[0]
-        return x if wanted is None else x[:, wanted]
+            link.send(out, residual)
+        elif isinstance(out, PreNormed):
+            out = out.values
+        elif out.shape[1]:
+            out = self.norm(out, residual)[0]
+        states: Tensor = out
+        return states if wanted is None else states[:, wanted]
 
 
 class RotaryCausalLM(CausalLM, ABC):

@@ -264,15 +264,16 @@ class Chained(Epilogue):
     """All that follows an attention's projection back until the next attention's projection.
 
     Operands: the residual ``[1, T, H]``. The result is the product ``[1, T, N]`` of ``following``,
-    which is not rotated yet, and the residual beside it.
+    which is not rotated yet, and the residual beside it. Behind the last attention it is the final
+    norm's result ``[1, T, H]``, and the sum that it normalised.
 
     Attributes:
         middle: the residual's addition, and the norm before the feed-forward.
         first: the feed-forward's first linear.
         activated: its activation.
         last: the feed-forward's last linear.
-        end: the residual's addition, and the norm of the next layer.
-        following: the next layer's linear to queries, keys and values.
+        end: the residual's addition, and the norm of the next layer, or the final one.
+        following: the next layer's linear to queries, keys and values; None behind the last.
     """
 
     middle: AddNorm
@@ -280,16 +281,25 @@ class Chained(Epilogue):
     activated: Activated
     last: Linear
     end: AddNorm
-    following: Linear
+    following: Linear | None
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The linears in their order."""
+        linears = (self.first, self.last)
+        return linears if self.following is None else (*linears, self.following)
 
     def plain(self, layer: Linear, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The linears one by one."""
         normed, total = self.middle.plain(layer, x, residual, False)
         given = cast("Tensor", self.activated.plain(self.first, normed))
         normed, total = self.end.plain(self.last, given, total, False)
-        return cast("Tensor", self.following(normed)), total
+        out = normed if self.following is None else self.following(normed)
+        return cast("Tensor", out), total
 
     def __str__(self) -> str:
+        if self.following is None:
+            return "feed-forward and norms"
         return "feed-forward, norms and the next queries, keys and values"
 
 

@@ -71,7 +71,8 @@ def _questions(module: DecoderLayer | Branch, gpu: GPU | None) -> Iterator[_Ques
     chain = module.chained if isinstance(module, DecoderLayer) else None
     if chain is not None and isinstance(module.self_attn, Branch):
         project = module.self_attn.ends()[2]
-        yield f"{names[project]} to the next linear", str(chain), partial(project.declined, chain)
+        end = "the final norm" if chain.following is None else "the next linear"
+        yield f"{names[project]} to {end}", str(chain), partial(project.declined, chain)
     for branch in branches:
         first, epilogue, last = branch.ends()
         yield names[first], str(epilogue), partial(first.declined, epilogue)

@@ -342,7 +342,7 @@ def _declined_chain(layer: Linear, chain: Chained, call: Call) -> str | None:
     if call.rows > chains.MOST_ROWS:
         # Prompts are asked too, layer by layer.
         return chain_declined(call.rows, [], call.dtype, call.gpu)
-    linears = (layer, chain.first, chain.last, chain.following)
+    linears = (layer, *chain.linears)
     form = ChainForm.shared(_chain_form(each) for each in linears)
     if form is None:
         return "its linears are not all of 8-bit floats or of 4-bit codes that a chain has"
@@ -369,10 +369,10 @@ def _chain_form(layer: Linear) -> ChainForm | None:
 
 def _chain_of(layer: Linear, chain: Chained) -> Chain:
     """The chain as the kernel is given it."""
-    linears = (layer, chain.first, chain.last, chain.following)
+    linears = (layer, *chain.linears)
     norms: list[Any] = [chain.middle.norm, chain.end.norm]
     weights: Any = tuple(each.packed for each in linears)
-    biases: Any = tuple(each.bias for each in linears)
+    biases = tuple(each.bias for each in linears)
     middle, end = (ChainNorm(norm.weight, norm.eps, norm.offset) for norm in norms)
     return Chain(weights, middle, end, biases)
 

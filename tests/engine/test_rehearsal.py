@@ -155,3 +155,17 @@ def test_steps_of_all_sizes_are_compiled_ahead(tmp_path: Path) -> None:
     for setting, told in zip(settings, found, strict=True):
         assert told["known"] > 8, setting
         assert told["quick"] == told["without_graphs"] == [], setting
+
+
+def test_chains_of_one_row_are_rehearsed_to_the_next_layer_and_to_the_end(tmp_path: Path) -> None:
+    config = json.loads((GOLDEN / "llama-gqa/config.json").read_text())
+    sizes = {"hidden_size": 2048, "intermediate_size": 12288, "num_attention_heads": 16}
+    more = {"num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 3}
+    folder = tmp_path / "wide"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config | sizes | more))
+    (found,) = rehearsals(tmp_path, f"{folder}=bfloat16=1=fp8")
+    steps = [name for name, kernels in found["steps"].items() if "_chain_kernel" in kernels]
+    assert steps
+    assert all(name.startswith("(1, 1, 0, ") for name in steps)
+    assert found["counts"]["_chain_kernel"] == 2

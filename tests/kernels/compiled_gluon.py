@@ -183,8 +183,9 @@ def parts_linear(cols: int, dtype: torch.dtype) -> None:
 def linears_chain(
     hidden: int, intermediate: int, qkv: int, has_bias: bool, bits: int = 8, has_zeros: bool = False
 ) -> None:
-    """From the heads of an attention to the next one's products, of one row."""
-    shapes = ((hidden, hidden), (2 * intermediate, hidden), (hidden, intermediate), (qkv, hidden))
+    """From the heads of an attention to the next one's products, or the end, of one row."""
+    shapes = [(hidden, hidden), (2 * intermediate, hidden), (hidden, intermediate)]
+    shapes += [(qkv, hidden)] if qkv else []
     weights: list[Any] = [
         Fp8Weight(torch.zeros(n, k).to(torch.float8_e4m3fn), torch.zeros(n), BFLOAT16)
         if bits == 8
@@ -283,6 +284,8 @@ LAUNCHES: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "chain-bias": (linears_chain, (4096, 14336, 6144, True)),
     "chain-codes": (linears_chain, (1024, 1536, 1024, False, 4)),
     "chain-codes-zeros": (linears_chain, (4096, 14336, 6144, True, 4, True)),
+    "chain-last": (linears_chain, (4096, 14336, 0, True)),
+    "chain-codes-last": (linears_chain, (4096, 14336, 0, True, 4, True)),
     "segments-64": (attend, (64, 300, BFLOAT16)),
     "segments-64-long": (attend, (64, 2000, BFLOAT16)),
     "segments-80": (attend, (80, 2000, FLOAT16)),

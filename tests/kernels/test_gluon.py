@@ -527,12 +527,12 @@ def test_a_weight_that_waits_is_tried_with_as_many_columns_as_it_has(
     assert seen == [k]
 
 
-def a_chain(has_bias: bool, bits: int = 8) -> Chain:
-    """Linears from an attention to the next one, of which a trial asks the sizes.
+def a_chain(has_bias: bool, bits: int = 8, linears: int = 4) -> Chain:
+    """Linears from an attention to the next one, or the end, of which a trial asks the sizes.
 
     Those of 4 bits have zeros where they have a bias.
     """
-    shapes = ((1024, 1024), (3072, 1024), (1024, 1536), (2048, 1024))
+    shapes = ((1024, 1024), (3072, 1024), (1024, 1536), (2048, 1024))[:linears]
 
     def made(n: int, k: int) -> Fp8Weight | GroupWeight:
         zeros = torch.zeros((n, k), dtype=torch.bfloat16, device="cuda")
@@ -621,6 +621,8 @@ def test_hoppers_own_kernels_pass_their_trials(
         cases += [(chain, (like(1, 1024)[0], a_chain(has_bias))) for has_bias in (False, True)]
         of_groups = hopper("linear.chain.groups")
         cases += [(of_groups, (like(1, 1024)[0], a_chain(zeros, 4))) for zeros in (False, True)]
+        for module, bits in ((chain, 8), (of_groups, 4)):
+            cases.append((module, (like(1, 1024)[0], a_chain(True, bits, linears=3))))
     for module, arguments in cases:
         family = Family(module.__name__, "", release=UNTRIED, notes=tmp_path)
         monkeypatch.setattr(module, "_FAMILY", family)
@@ -656,7 +658,7 @@ MORE_FORMS = (
     *("floats-added-3", "floats-stored-1", "floats-stored-16", "floats-gated-32"),
     *("codes-added-64", "segments-80", "segments-64-long", "products-wide-32"),
     *("products-wide-192", "held-added-8", "held-added-225", "held-stored-16", "chain-bias"),
-    *("chain-codes-zeros", "parts-wide"),
+    *("chain-codes-zeros", "chain-last", "chain-codes-last", "parts-wide"),
 )
 
 
@@ -676,7 +678,10 @@ EARLY_TILES = {
 }
 
 
-DEALING = ("chain", "chain-bias")
+DEALING = (
+    *("chain", "chain-bias", "chain-codes", "chain-codes-zeros"),
+    *("chain-last", "chain-codes-last"),
+)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The linears from one attention to the next, together and one by one."""
+"""The linears from one attention to the next, or to the end, together and one by one."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from engine_core.kernels import (
     chain_declined,
     chains_run_on,
     linear_chain,
+    rms_norm,
 )
 from engine_core.kernels.linear import chain as chains
 from engine_core.kernels.linear.chain import barrier_count
@@ -60,20 +61,22 @@ def chain(
     offset: float = 0.0,
     kind: str = "fp8",
 ) -> Chain:
-    """One of random numbers: columns of heads, hidden, intermediate, and of q, k and v."""
+    """One of random numbers: columns of heads, hidden, intermediate, and of q, k and v.
+
+    With none of these it ends with a norm.
+    """
     heads, hidden, intermediate, qkv = sizes
-    draw = torch.Generator().manual_seed(sum(sizes))
+    draw = torch.Generator(device).manual_seed(sum(sizes))
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw).to(torch.bfloat16)
+        return torch.randn(shape, generator=draw, device=device).to(torch.bfloat16)
 
-    shapes = ((hidden, heads), (2 * intermediate, hidden), (hidden, intermediate), (qkv, hidden))
+    shapes = [(hidden, heads), (2 * intermediate, hidden), (hidden, intermediate), (qkv, hidden)]
+    shapes = shapes if qkv else shapes[:3]
     on_device = [KINDS[kind](normal(n, k) / k**0.5, device) for n, k in shapes]
-    norms = [ChainNorm((normal(hidden) / 4 + 1).to(device), 1e-5, offset) for _ in range(2)]
-    biases = [normal(n).to(device) if has_bias else None for n, _ in shapes]
-    weights: Any = tuple(on_device)
-    given: Any = tuple(biases)
-    return Chain(weights, norms[0], norms[1], given)
+    norms = [ChainNorm(normal(hidden) / 4 + 1, 1e-5, offset) for _ in range(2)]
+    biases = [normal(n) if has_bias else None for n, _ in shapes]
+    return Chain(tuple(on_device), norms[0], norms[1], tuple(biases))
 
 
 def numbers(weight: Any) -> Tensor:
@@ -89,7 +92,7 @@ def numbers(weight: Any) -> Tensor:
 def expected(x: Tensor, residual: Tensor, made: Chain) -> tuple[Tensor, Tensor]:
     """The same in float64, of the numbers that the codes stand for; nothing is rounded."""
     wide = [numbers(weight).to(x.device) for weight in made.weights]
-    biases = [torch.zeros((), dtype=torch.float64, device=x.device)] * 4
+    biases = [torch.zeros((), dtype=torch.float64, device=x.device)] * len(wide)
     biases = [
         zero if bias is None else bias.double()
         for bias, zero in zip(made.biases, biases, strict=True)
@@ -102,7 +105,8 @@ def expected(x: Tensor, residual: Tensor, made: Chain) -> tuple[Tensor, Tensor]:
     total = x.double() @ wide[0].T + biases[0] + residual.double()
     gate, up = (normed(total, made.middle) @ wide[1].T + biases[1]).chunk(2, -1)
     total = total + (functional.silu(gate) * up) @ wide[2].T + biases[2]
-    return normed(total, made.end) @ wide[3].T + biases[3], total
+    out = normed(total, made.end)
+    return out @ wide[3].T + biases[3] if len(wide) == 4 else out, total
 
 
 def rows(count: int, made: Chain, device: str = "cpu") -> tuple[Tensor, Tensor]:
@@ -130,8 +134,9 @@ def assert_near(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("count", [1, 3])
-def test_it_is_what_the_linears_are(count: int, has_bias: bool, kind: str) -> None:
-    sizes, offset = (256, 256, 384, 192), 1.0 if has_bias else 0.0
+@pytest.mark.parametrize("qkv", [192, 0])
+def test_it_is_what_the_linears_are(qkv: int, count: int, has_bias: bool, kind: str) -> None:
+    sizes, offset = (256, 256, 384, qkv), 1.0 if has_bias else 0.0
     made = chain(sizes, has_bias=has_bias, offset=offset, kind=kind)
     x, residual = rows(count, made)
     assert_near(linear_chain(x, residual, made), expected(x, residual, made))
@@ -148,13 +153,16 @@ def test_it_is_what_the_linears_are(count: int, has_bias: bool, kind: str) -> No
         (1, [(4096, 4096)] * 3 + [(4104, 4096)], torch.bfloat16, HOPPER, "of 16"),
         (1, [(4096, 4096)] * 3 + [(16, 131072)], torch.bfloat16, HOPPER, "65536 at most"),
         (1, [(1024, 1024)] * 4, torch.bfloat16, HOPPER, "such small weights"),
+        (1, [(4096, 4096)] * 2 + [(4096, 896)], torch.bfloat16, HOPPER, "multiple of 512"),
+        (1, [(2048, 2048)] * 3, torch.bfloat16, HOPPER, "such small weights"),
     ],
 )
 def test_what_has_no_kernel_is_declined_with_the_reason(
     count: int, shapes: list[tuple[int, int]], dtype: torch.dtype, gpu: GPU | None, why: str
 ) -> None:
     assert why in (chain_declined(count, shapes, dtype, gpu) or "")
-    assert chain_declined(1, [(4096, 4096)] * 4, torch.bfloat16, HOPPER) is None
+    for linears in (3, 4):
+        assert chain_declined(1, [(4096, 4096)] * linears, torch.bfloat16, HOPPER) is None
 
 
 @pytest.mark.parametrize(
@@ -169,6 +177,8 @@ def test_what_has_no_kernel_is_declined_with_the_reason(
 def test_what_4_bits_decline(shapes: list[tuple[int, int]], why: str) -> None:
     assert why in (chain_declined(1, shapes, torch.bfloat16, HOPPER, 4) or "")
     assert chain_declined(1, [(4096, 4096)] * 4, torch.bfloat16, HOPPER, 4) is None
+    last = [(4096, 4096), (28672, 4096), (4096, 14336)]
+    assert chain_declined(1, last, torch.bfloat16, HOPPER, 4) is None
 
 
 def test_weights_of_a_chain_have_a_form() -> None:
@@ -212,8 +222,9 @@ def launched(x: Tensor, residual: Tensor, made: Chain) -> tuple[Tensor, Tensor]:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_kernel_runs_where_it_is_not_declined(kind: str) -> None:
-    made = chain((4096, 4096, 14336, 6144), "cuda", kind=kind)
+@pytest.mark.parametrize("qkv", [6144, 0])
+def test_the_kernel_runs_where_it_is_not_declined(qkv: int, kind: str) -> None:
+    made = chain((4096, 4096, 14336, qkv), "cuda", kind=kind)
     x, residual = rows(1, made, "cuda")
     count = barrier_count(x.device)
     assert count is not None
@@ -222,6 +233,8 @@ def test_the_kernel_runs_where_it_is_not_declined(kind: str) -> None:
     assert int(count[0]) > before
     for got, wanted in zip(found, launched(x, residual, made), strict=True):
         assert torch.equal(got, wanted)
+    # Tiles of the next launch are dealt out from the first again.
+    assert int(count[1]) == 0
 
 
 @pytest.mark.gpu
@@ -237,6 +250,9 @@ def test_the_kernel_runs_where_it_is_not_declined(kind: str) -> None:
         (2048, 1024, 3072, 4096),
         (3584, 3584, 18944, 4608),
         (4096, 4096, 14336, 6144),
+        # Behind the last attention.
+        (512, 512, 512, 0),
+        (4096, 4096, 14336, 0),
     ],
 )
 def test_one_launch_is_what_the_linears_are(
@@ -258,8 +274,9 @@ def test_one_launch_is_what_the_linears_are(
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_what_is_no_number_stays_none(number: float, kind: str) -> None:
-    made = chain((512, 512, 1024, 1024), "cuda", kind=kind)
+@pytest.mark.parametrize("qkv", [1024, 0])
+def test_what_is_no_number_stays_none(qkv: int, number: float, kind: str) -> None:
+    made = chain((512, 512, 1024, qkv), "cuda", kind=kind)
     x, residual = rows(1, made, "cuda")
     x[..., 7] = number
     assert not any(found.isfinite().any() for found in launched(x, residual, made))
@@ -271,9 +288,11 @@ def test_what_is_no_number_stays_none(number: float, kind: str) -> None:
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_captured_and_replayed_between_other_kernels(kind: str) -> None:
+    """And between chains of other sizes, which count as it does."""
     made = chain((1024, 1024, 3072, 2048), "cuda", kind=kind)
+    last = chain((1024, 1024, 2048, 0), "cuda", kind=kind)
     x, residual = rows(1, made, "cuda")
-    wanted = launched(x, residual, made)
+    wanted, end = launched(x, residual, made), launched(x, residual, last)
     given = torch.zeros_like(x)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -281,6 +300,8 @@ def test_it_is_captured_and_replayed_between_other_kernels(kind: str) -> None:
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
         first = launched(given + 0.0, residual, made)
+        ended = launched(given + 0.0, residual, last)
+        again = launched(given + 0.0, residual, last)
         second = launched(given + 0.0, first[1] * 0 + residual, made)
     for _ in range(3):
         given.copy_(x)
@@ -288,4 +309,20 @@ def test_it_is_captured_and_replayed_between_other_kernels(kind: str) -> None:
         torch.cuda.synchronize()
         for found in (first, second):
             assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        for found in (ended, again):
+            assert all(torch.equal(a, b) for a, b in zip(found, end, strict=True))
         given.zero_()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_at_the_end_the_norm_rounds_as_one_by_itself(offset: float, kind: str) -> None:
+    made = chain((512, 512, 1024, 0), "cuda", offset=offset, kind=kind)
+    x, residual = rows(1, made, "cuda")
+    normed, total = launched(x, residual, made)
+    by_itself = rms_norm(total, made.end.weight, made.end.eps, offset=offset)
+    # Sums of squares are added up in another order.
+    assert torch.allclose(normed, by_itself, rtol=2**-6, atol=0.0)
+    assert (normed != by_itself).float().mean() < 0.01

@@ -1,11 +1,12 @@
-"""Layers of which the next one computes the rest, up to its own queries, keys and values."""
+"""Layers whose rest is one operation, up to the next queries, keys and values, or the end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.kernels import GPU, Fp8Weight
-from engine_core.nn import DecoderLayer, GatedMLP, PreNormed, RMSNorm, SelfAttention
+from engine_core.nn import DecoderLayer, GatedMLP, LayerNorm, PreNormed, RMSNorm, SelfAttention
 from engine_core.nn import linear as linears
 from engine_core.nn.blocks import Attended, agree, link_layers
+from engine_core.nn.decoder import Decoder
 from engine_core.nn.epilogue import Call, Epilogue
 from engine_core.nn.fusions import fusions
 from engine_core.nn.linear import Linear, LinearMethod
@@ -84,33 +86,37 @@ def _chains_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linears, "chain_declined", declined)
 
 
-def steps(made: list[DecoderLayer]) -> tuple[list[Any], list[Tensor], list[Tensor]]:
-    """Steps of one token each: what layers gave at the last, streams of each, and caches."""
-    agree(nn.ModuleList(made), torch.device("cpu"))
-    caches = [
-        torch.zeros(2, 2, 16, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16) for _ in range(len(made))
-    ]
+def tokens() -> Iterator[tuple[Tensor, tuple[Tensor, Tensor], AttentionMetadata]]:
+    """Each token, its angles and its step's metadata."""
     draw = torch.Generator().manual_seed(1)
-    given: list[Any] = []
-    streams = []
     for position in range(TOKENS):
-        x: Any = torch.randn(1, 1, HIDDEN, generator=draw).to(torch.bfloat16)
+        x = torch.randn(1, 1, HIDDEN, generator=draw).to(torch.bfloat16)
         angles = torch.rand(1, HEAD_DIM // 2, generator=draw)
+        table, slots = torch.tensor([[1]], dtype=torch.int32), torch.tensor([16 + position])
         metadata = AttentionMetadata(
             query_start=torch.tensor([0, 1], dtype=torch.int32),
             kv_lens=torch.tensor([position + 1], dtype=torch.int32),
             max_query_len=1,
             max_kv_len=position + 1,
             num_decode_rows=1,
-            groups=(
-                GroupMetadata(
-                    torch.tensor([[1]], dtype=torch.int32), torch.tensor([16 + position])
-                ),
-            ),
+            groups=(GroupMetadata(table, slots),),
         )
+        yield x, (angles.cos(), angles.sin()), metadata
+
+
+def steps(made: list[DecoderLayer]) -> tuple[list[Any], list[Tensor], list[Tensor]]:
+    """Steps of one token each: what layers gave at the last, streams of each, and caches."""
+    agree(nn.ModuleList(made), torch.device("cpu"))
+    caches = [
+        torch.zeros(2, 2, 16, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16) for _ in range(len(made))
+    ]
+    given: list[Any] = []
+    streams = []
+    for token, cos_sin, metadata in tokens():
+        x: Any = token
         residual, given = None, []
         for layer, cache in zip(made, caches, strict=True):
-            inputs = (angles.cos(), angles.sin()), (cache[0], cache[1]), metadata
+            inputs = cos_sin, (cache[0], cache[1]), metadata
             x, residual = layer(x, residual, *inputs)
             given.append(x)
         assert residual is not None
@@ -159,6 +165,99 @@ def test_a_hook_on_either_layer_ends_the_chain_between_them() -> None:
     _, expected, _ = steps(layers())
     for found, wanted in zip(streams, expected, strict=True):
         assert (found - wanted).norm() < 0.02 * wanted.norm()
+
+
+def decoder(norm: nn.Module | None = None, count: int = 2, **options: Any) -> Decoder:
+    """Layers under a final norm, of random numbers unless it is given."""
+    config: Any = SimpleNamespace(vocab_size=8, hidden_size=HIDDEN, rms_norm_eps=1e-5)
+    with building(BuildContext(dtype=torch.bfloat16, device=torch.device("cpu"))):
+        made = Decoder(config, [*layers(count, **options)], norm=norm)
+    if norm is None:
+        numbers = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(2))
+        made.norm.weight.data.copy_(1 + 0.2 * numbers)
+    return made
+
+
+def states(made: Decoder, *, chosen: bool = False) -> tuple[list[Tensor], list[type]]:
+    """Hidden states of each token, and what the last layer gave; of those ``chosen`` by themselves.
+
+    Then nothing is told of the layer.
+    """
+    agree(made, torch.device("cpu"))
+    count, given = len(made.layers), []
+    caches = torch.zeros(count, 2, 2, 16, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
+    last = made.layers[-1]
+    forward = last.forward
+
+    def told(*args: Any) -> Any:
+        out = forward(*args)
+        given.append(type(out[0]))
+        return out
+
+    if not chosen:
+        vars(last)["forward"] = told
+    wanted = torch.tensor([0]) if chosen else None
+    found = [
+        made(x, [cos_sin] * count, [(each[0], each[1]) for each in caches], metadata, wanted)
+        for x, cos_sin, metadata in tokens()
+    ]
+    return found, given
+
+
+@pytest.mark.usefixtures("_chains_on_cpu")
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_last_layers_rest_is_one_operation_to_the_final_norm(count: int) -> None:
+    """The first of one layer is the last, which no chain comes before."""
+    found, given = states(decoder(count=count))
+    assert given == [PreNormed] * TOKENS
+    chosen, _ = states(decoder(count=count), chosen=True)
+    apart = decoder(count=count)
+    apart.norm.register_forward_hook(lambda *_: None)
+    for layer in apart.layers:
+        layer.register_forward_hook(lambda *_: None)
+    plain, each = states(apart)
+    assert each == [Tensor] * TOKENS
+    for got, one, want in zip(found, chosen, plain, strict=True):
+        assert got.shape == one.shape == want.shape == (1, 1, HIDDEN)
+        assert (got - want).norm() < 0.02 * want.norm()
+        assert (one - want).norm() < 0.02 * want.norm()
+
+
+@pytest.mark.usefixtures("_chains_on_cpu")
+def test_a_hook_on_the_final_norm_sees_what_it_makes() -> None:
+    made, seen = decoder(), []
+    made.norm.register_forward_hook(lambda module, args, out: seen.append(out[0]))
+    found, given = states(made)
+    assert given == [Tensor] * TOKENS
+    assert all(torch.equal(got, own) for got, own in zip(found, seen, strict=True))
+
+
+class Halved(RMSNorm):
+    """A family's own norm."""
+
+    def forward(self, x: Any, residual: Any = None) -> Any:
+        normed, total = super().forward(x, residual)
+        return normed / 2, total
+
+
+@pytest.mark.usefixtures("_chains_on_cpu")
+@pytest.mark.parametrize("norm", [Halved, LayerNorm, None])
+def test_another_norm_than_an_rms_norm_is_run(norm: type[nn.Module] | None) -> None:
+    """And any is where the last layer has another form."""
+
+    def under_it() -> Decoder:
+        with building(BuildContext(dtype=torch.bfloat16, device=torch.device("cpu"))):
+            own: Any = None if norm is None else norm(HIDDEN, 1e-5)
+        for param in () if own is None else own.parameters():
+            param.data.fill_(1)
+        return decoder(own, residual_after_norm=norm is None)
+
+    found, given = states(under_it())
+    assert given == [Tensor] * TOKENS
+    watched = under_it()
+    watched.norm.register_forward_hook(lambda *_: None)
+    for got, want in zip(found, states(watched)[0], strict=True):
+        assert (got - want).norm() < 0.02 * want.norm()
 
 
 class Doubled(nn.Module):
@@ -263,7 +362,7 @@ def test_a_gpu_that_has_the_kernel_chains_one_row_and_the_list_says_so() -> None
         return {
             fusion.linear: (fusion.rows, fusion.reason)
             for fusion in fusions(nn.ModuleList(made), gpu, torch.bfloat16)
-            if "next linear" in fusion.linear and "to the" in fusion.linear
+            if "to the" in fusion.linear
         }
 
     made = wide_layers()
@@ -271,6 +370,11 @@ def test_a_gpu_that_has_the_kernel_chains_one_row_and_the_list_says_so() -> None
     assert answer == ("1", "for so many rows the linears are faster one by one")
     assert chained(GPU.of_capability((8, 0))) == {}
     assert chained(None) == {}
+    with building(BuildContext(dtype=torch.bfloat16, device=torch.device("meta"))):
+        link_layers(made, RMSNorm(2048, 1e-5))
+    answers = chained(GPU.of_capability((9, 0)))
+    assert [*answers] == [f"self_attn.o_proj to the {end}" for end in ("next linear", "final norm")]
+    assert [*answers.values()] == [answer] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The linears from one attention to the next, as one operation of few rows."""
+"""The linears from one attention to the next, or to the end, as one operation of few rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine_core.kernels.gpu import GPU, gpu_of
 from engine_core.kernels.launch.quick import Quick, is_quick
-from engine_core.kernels.linear import linear, linear_add
+from engine_core.kernels.linear import linear, linear_add, linear_add_norm
 from engine_core.kernels.linear.fp8 import Fp8Weight
 from engine_core.kernels.linear.groups import BLOCK, GroupWeight
 
@@ -30,7 +30,7 @@ _LEAST_BYTES = 32 << 20
 
 
 class ChainForm(NamedTuple):
-    """The form of a chain's weights, which its kernel depends on and all four share.
+    """The form of a chain's weights, which its kernel depends on and all of them share.
 
     Attributes:
         bits: 8 of 8-bit floats with a scale a row, 4 of codes in groups of 128.
@@ -66,7 +66,7 @@ class ChainForm(NamedTuple):
 
 
 class ChainNorm(NamedTuple):
-    """An RMSNorm between two linears of a chain.
+    """An RMSNorm between two linears of a chain, or at its end.
 
     Attributes:
         weight: ``[N]``.
@@ -79,30 +79,25 @@ class ChainNorm(NamedTuple):
     offset: float = 0.0
 
 
-Weights = (
-    tuple[Fp8Weight, Fp8Weight, Fp8Weight, Fp8Weight]
-    | tuple[GroupWeight, GroupWeight, GroupWeight, GroupWeight]
-)
-Biases = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-
-
 class Chain(NamedTuple):
     """The linears from an attention to the next one, and the norms between them.
+
+    Behind the last attention they are three, to the final norm.
 
     Attributes:
         weights: the projection back ``[H, heads]``, which the residual is added to and ``middle``
             follows; gate's rows before those of up, ``[2 I, H]``, which the SiLU follows; down
             ``[H, I]``, which the residual is added to and ``end`` follows; queries, keys and
-            values ``[Q, H]``.
+            values ``[Q, H]``, if there are any.
         middle: the norm before gate and up.
-        end: the norm before the next attention.
-        biases: of the four; None where there is none.
+        end: the norm before the next attention, or the final one.
+        biases: of as many; None where there is none.
     """
 
-    weights: Weights
+    weights: tuple[Fp8Weight, ...] | tuple[GroupWeight, ...]
     middle: ChainNorm
     end: ChainNorm
-    biases: Biases = (None, None, None, None)
+    biases: tuple[Tensor | None, ...]
 
 
 def chain_declined(
@@ -116,7 +111,7 @@ def chain_declined(
 
     Args:
         rows: tokens.
-        shapes: ``(N, K)`` of the four matrices, in their order.
+        shapes: ``(N, K)`` of the matrices, in their order.
         dtype: of x.
         gpu: where it runs.
         bits: of a code, as of :class:`ChainForm`.
@@ -132,7 +127,7 @@ def chain_declined(
         # found among the bits of bfloat16, the first half of a float32's.
         return f"its kernel is for bfloat16, not for {dtype}"
     chunk, most = _CHUNK[bits], _MOST_COLUMNS[bits]
-    rows_of_tiles = (16, 32 if bits == 4 else 16, 16, 16)
+    rows_of_tiles = (16, 32 if bits == 4 else 16, 16, 16)[: len(shapes)]
     fits = (n % of == 0 for (n, _), of in zip(shapes, rows_of_tiles, strict=True))
     if any(k % chunk or k > most for _, k in shapes) or not all(fits):
         gated = ", that of gate and up one of 32" if bits == 4 else ""
@@ -184,7 +179,8 @@ def linear_chain(x: Tensor, residual: Tensor, chain: Chain) -> tuple[Tensor, Ten
     """From an attention's heads to the next one's queries, keys and values, not rotated yet.
 
     One launch where :func:`chain_declined` has no objection and the kernel proves right, else one
-    for each linear. Sums are rounded alike; a norm's division follows the next product.
+    for each linear. Sums are rounded alike; a norm's division follows the next product. A chain
+    that ends with a norm gives that one's result, which it rounds as a norm by itself does.
 
     Args:
         x: ``[..., heads]``.
@@ -192,22 +188,23 @@ def linear_chain(x: Tensor, residual: Tensor, chain: Chain) -> tuple[Tensor, Ten
         chain: the linears and norms.
 
     Returns:
-        ``[..., Q]``, and the residual ``[..., H]`` beside it.
+        ``[..., Q]``, or of three linears ``[..., H]``, and the residual ``[..., H]`` beside it.
     """
     rows = x.reshape(-1, x.shape[-1])
     if _runs(rows, chain):
         kernel = _kernel_of(chain)
         product, total = kernel.chain(rows, residual.reshape(len(rows), -1), chain)
         return product.view(*x.shape[:-1], -1), total.view_as(residual)
-    o, gate_up, down, qkv = chain.weights
-    o_bias, gate_up_bias, down_bias, qkv_bias = chain.biases
+    o, gate_up, down, *following = chain.weights
+    o_bias, gate_up_bias, down_bias, *following_bias = chain.biases
     (weight, eps, offset), (end_weight, end_eps, end_offset) = chain.middle, chain.end
     normed, total = linear_add(x, o, o_bias, residual, weight, eps, norm_offset=offset)
     activated = linear(normed, gate_up, gate_up_bias, gated=True)
-    normed, total = linear_add(
-        activated, down, down_bias, total, end_weight, end_eps, norm_offset=end_offset
-    )
-    return linear(normed, qkv, qkv_bias), total
+    given = (activated, down, down_bias, total, end_weight, end_eps)
+    if not following:
+        return linear_add_norm(*given, norm_offset=end_offset)
+    normed, total = linear_add(*given, norm_offset=end_offset)
+    return linear(normed, *following, *following_bias), total
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The linears from one attention to the next as one launch, on Hopper, in Gluon.
+"""The linears from one attention to the next, or to the end, as one launch, on Hopper, in Gluon.
 
 A program stays on its multiprocessor from the first linear to the last. The tensor memory
 accelerator brings tiles of the weights to a ring in shared memory, and begins with those of the
@@ -14,7 +14,7 @@ own columns count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -77,18 +77,22 @@ _TRIED_ROWS = 1024
 
 
 @gluon.jit
-def ask_for_tile(dealt_ptr):
-    """Count one more tile that is dealt out; :func:`number_of` says which, once it is there."""
+def ask_for_tile(dealt_ptr, tiles):
+    """Count one more of the ``tiles`` that are dealt out; :func:`number_of` says which it is.
+
+    Each of them asks for one: with the last the count is 0 again, as the next launch needs it.
+    """
     return gl.inline_asm_elementwise(
         """{
-        .reg .pred p; .reg .b32 lane;
+        .reg .pred p; .reg .b32 lane, last;
         mov.u32 lane, %laneid;
         setp.eq.u32 p, lane, 0;
+        sub.u32 last, $2, 1;
         mov.b32 $0, 0;
-        @p atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
+        @p atom.relaxed.gpu.global.inc.u32 $0, [$1], last;
         }""",
-        "=&r,l",
-        [dealt_ptr],
+        "=&r,l,r",
+        [dealt_ptr, tiles],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -109,6 +113,68 @@ def number_of(asked):
 
 
 @gluon.jit
+def load_tiles(
+    load_step: gl.constexpr, descs, rings, full, empty, followers, dealt_ptr, TILES: gl.constexpr,
+    NUM_STEPS: gl.constexpr, HALVES: gl.constexpr, DEALS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads the weights, all steps of this program, ahead as there is room.
+
+    They are older than all kernels: the first ones do not wait for x. ``load_step`` loads one.
+    A tile that is dealt out says which one follows it beside its first step.
+    """
+    WORD: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    programs = gl.num_programs(0)
+    step = gl.program_id(0) * 0
+    for i in gl.static_range(len(NUM_STEPS)):
+        if DEALS and HALVES[i] == 2:
+            tile = gl.program_id(0)
+            # The first two are this program's own.
+            following = tile + programs
+            while tile < TILES[i]:
+                asked = ask_for_tile(dealt_ptr, TILES[i])
+                slot = step % STAGES
+                mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
+                followers.index(slot).store(gl.full([1], following, gl.int32, WORD))
+                sync_threads()
+                for of_tile in range(NUM_STEPS[i] - 1):
+                    load_step(
+                        descs[i], rings[i], full, empty, step, tile, of_tile, HALVES[i], STAGES
+                    )
+                    step += 1
+                # Before the last step: all were counted when all have been multiplied, so that the
+                # next launch, which has room where a program of this one has ended, counts from 0.
+                after = 2 * programs + number_of(asked)
+                load_step(
+                    descs[i], rings[i], full, empty, step, tile, NUM_STEPS[i] - 1, HALVES[i],
+                    STAGES,
+                )  # fmt: skip
+                step += 1
+                tile = following
+                following = after
+        else:
+            for tile in range(gl.program_id(0), TILES[i], programs):
+                for of_tile in range(NUM_STEPS[i]):
+                    load_step(
+                        descs[i], rings[i], full, empty, step, tile, of_tile, HALVES[i], STAGES
+                    )
+                    step += 1
+
+
+@gluon.jit
+def room_for_followers(STAGES: gl.constexpr):
+    """Shared memory for the number of a tile beside each stage."""
+    return gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def follower(full, followers, step, WARPS: gl.constexpr, STAGES: gl.constexpr):
+    """The tile that follows the one whose first step this is, as of tiles that are dealt out."""
+    WORD: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
+    return gl.max(followers.index(step % STAGES).load(WORD), 0)
+
+
+@gluon.jit
 def _load_step(
     desc, ring, full, empty, step, tile, of_tile, HALVES: gl.constexpr, STAGES: gl.constexpr
 ):
@@ -123,50 +189,13 @@ def _load_step(
 
 @gluon.jit
 def _load(
-    descs, rings, full, empty, followers, dealt_ptr, NS: gl.constexpr, NUM_STEPS: gl.constexpr,
+    descs, rings, full, empty, followers, dealt_ptr, TILES: gl.constexpr, NUM_STEPS: gl.constexpr,
     HALVES: gl.constexpr, DEALS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads the weights, all steps of this program, ahead as there is room.
-
-    They are older than all kernels: the first ones do not wait for x. A tile that is dealt out
-    says which one follows it beside its first step.
-    """
-    WORD: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    programs = gl.num_programs(0)
-    step = gl.program_id(0) * 0
-    for i in gl.static_range(len(NUM_STEPS)):
-        tiles = (NS[i] - 1) // (_ROWS // HALVES[i]) + 1
-        if DEALS and HALVES[i] == 2:
-            tile = gl.program_id(0)
-            # The first two are this program's own.
-            following = tile + programs
-            while tile < tiles:
-                asked = ask_for_tile(dealt_ptr)
-                slot = step % STAGES
-                mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
-                followers.index(slot).store(gl.full([1], following, gl.int32, WORD))
-                sync_threads()
-                for of_tile in range(NUM_STEPS[i] - 1):
-                    _load_step(
-                        descs[i], rings[i], full, empty, step, tile, of_tile, HALVES[i], STAGES
-                    )
-                    step += 1
-                # Before the last step: who has multiplied all tiles knows that all were counted.
-                after = 2 * programs + number_of(asked)
-                _load_step(
-                    descs[i], rings[i], full, empty, step, tile, NUM_STEPS[i] - 1, HALVES[i],
-                    STAGES,
-                )  # fmt: skip
-                step += 1
-                tile = following
-                following = after
-        else:
-            for tile in range(gl.program_id(0), tiles, programs):
-                for of_tile in range(NUM_STEPS[i]):
-                    _load_step(
-                        descs[i], rings[i], full, empty, step, tile, of_tile, HALVES[i], STAGES
-                    )
-                    step += 1
+    load_tiles(
+        _load_step, descs, rings, full, empty, followers, dealt_ptr, TILES, NUM_STEPS, HALVES,
+        DEALS, STAGES,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -397,7 +426,8 @@ def _linear(
     weights, xs, full, empty, followers, step, count_ptr, count, x_ptr, end, scales_ptr, bias_ptr,
     squares_ptr, eps,
     INDEX: gl.constexpr, K: gl.constexpr, N: gl.constexpr, SQUARES: gl.constexpr,
-    NUM_STEPS: gl.constexpr, HALVES: gl.constexpr, DEALS: gl.constexpr, STAGES: gl.constexpr,
+    TILES: gl.constexpr, NUM_STEPS: gl.constexpr, HALVES: gl.constexpr, DEALS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """The linear number INDEX of the chain, of N columns; of what follows, see :class:`Added`.
 
@@ -408,7 +438,6 @@ def _linear(
     GATED: gl.constexpr = HALVES[INDEX] == 2
     ADDED: gl.constexpr = INDEX % 2 == 0
     COLS: gl.constexpr = _ROWS // HALVES[INDEX]
-    TILES: gl.constexpr = (N - 1) // COLS + 1
     # A thread has both a gate's product and its up's.
     BOTH: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [_WARPS, 1], [1, 0])
     OUT: gl.constexpr = gl.SliceLayout(1, BOTH)
@@ -420,10 +449,6 @@ def _linear(
     if INDEX:
         # Some programs may have come to the first meeting when it was read, but not all.
         await_others(count_ptr, count - count % programs + INDEX * programs)
-    # All tiles of gate and up were dealt out, and all programs have come since: so the next launch
-    # counts from 0 again. Others could not be counted like that.
-    if INDEX == 2 and gl.program_id(0) == 0:
-        gl.store(count_ptr + 1, 0)
     squares = 0.0
     if SQUARES:
         FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPS], [0])
@@ -437,11 +462,9 @@ def _linear(
     # What the end of a tile takes is asked for a tile ahead: while others read weights this takes
     # longer than the products of a tile.
     if DEALS and GATED:
-        WORD: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPS], [0])
         tile = gl.program_id(0)
-        while tile < TILES:
-            mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
-            next_tile = gl.max(followers.index(step % STAGES).load(WORD), 0)
+        while tile < TILES[INDEX]:
+            next_tile = follower(full, followers, step, _WARPS, STAGES)
             following = _ask_end(end, scales_ptr, bias_ptr, next_tile, N, COLS, GATED, ADDED, OUT)
             step = _tile(
                 weights, xs[1], full, empty, step, end, asked, tile, factor, N, COLS, GATED,
@@ -450,7 +473,7 @@ def _linear(
             asked = following
             tile = next_tile
     else:
-        for tile in range(gl.program_id(0), TILES, programs):
+        for tile in range(gl.program_id(0), TILES[INDEX], programs):
             following = _ask_end(
                 end, scales_ptr, bias_ptr, tile + programs, N, COLS, GATED, ADDED, OUT
             )
@@ -463,11 +486,49 @@ def _linear(
 
 
 @gluon.jit
+def _ask_columns(end, start, N: gl.constexpr, WARPS: gl.constexpr):
+    """Sums of the columns from ``start`` on, one for each thread, and the norm's weight."""
+    cols = start + gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    total = gl.load(end.total + cols, mask=cols < N, other=0.0, cache_modifier=".cg")
+    return cols, total, ask(end.norm_weight, cols, N) + end.OFFSET
+
+
+@gluon.jit
+def divide(
+    end, eps, count_ptr, target, N: gl.constexpr, TILES: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """The end of a chain of three: the result of ``end``'s norm, rounded as one by itself rounds.
+
+    Programs that have columns wait for all others; no more than a thread's are asked for at once.
+    """
+    ELEMENT: gl.constexpr = end.out.dtype.element_ty
+    arrive(count_ptr)
+    first = gl.program_id(0) * (32 * WARPS)
+    if first < N:
+        await_others(count_ptr, target)
+        places = gl.arange(
+            0, triton.next_power_of_2(TILES), gl.BlockedLayout([1], [32], [WARPS], [0])
+        )
+        squares = gl.load(
+            end.squares + places, mask=places < TILES, other=0.0, cache_modifier=".cg"
+        )
+        cols, total, weight = _ask_columns(end, first, N, WARPS)
+        inverse = 1.0 / gl.sqrt(gl.sum(squares, 0) / N + eps)
+        stride = gl.num_programs(0) * (32 * WARPS)
+        for start in range(first, N, stride):
+            normed = total.to(gl.float32) * inverse
+            if end.OFFSET == 0:
+                normed = rounded(normed, ELEMENT)
+            gl.store(end.out + cols, (normed * weight).to(ELEMENT), mask=cols < N)
+            cols, total, weight = _ask_columns(end, start + stride, N, WARPS)
+
+
+@gluon.jit
 def _multiply_all(
     x_ptr, o_end, gate_up_end, down_end, qkv_end, scales, biases, middle_eps, end_eps, count_ptr,
     weights, xs, full, empty, followers,
-    KS: gl.constexpr, NS: gl.constexpr, NUM_STEPS: gl.constexpr, HALVES: gl.constexpr,
-    DEALS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    KS: gl.constexpr, NS: gl.constexpr, TILES: gl.constexpr, NUM_STEPS: gl.constexpr,
+    HALVES: gl.constexpr, DEALS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The warps that multiply: all of the chain but its loads of weights."""
     wait(PDL)
@@ -475,24 +536,28 @@ def _multiply_all(
     step = gl.program_id(0) * 0
     step = _linear(
         weights, xs, full, empty, followers, step, count_ptr, count, x_ptr, o_end, scales[0],
-        biases[0], None, 0.0, 0, KS[0], NS[0], 0, NUM_STEPS, HALVES, DEALS, STAGES,
+        biases[0], None, 0.0, 0, KS[0], NS[0], 0, TILES, NUM_STEPS, HALVES, DEALS, STAGES,
     )  # fmt: skip
-    MIDDLE_SQUARES: gl.constexpr = (NS[0] - 1) // _ROWS + 1
     step = _linear(
         weights, xs, full, empty, followers, step, count_ptr, count, o_end.out, gate_up_end,
-        scales[1], biases[1], o_end.squares, middle_eps, 1, KS[1], NS[1], MIDDLE_SQUARES,
+        scales[1], biases[1], o_end.squares, middle_eps, 1, KS[1], NS[1], TILES[0], TILES,
         NUM_STEPS, HALVES, DEALS, STAGES,
     )  # fmt: skip
     step = _linear(
         weights, xs, full, empty, followers, step, count_ptr, count, gate_up_end.out, down_end,
-        scales[2], biases[2], None, 0.0, 2, KS[2], NS[2], 0, NUM_STEPS, HALVES, DEALS, STAGES,
+        scales[2], biases[2], None, 0.0, 2, KS[2], NS[2], 0, TILES, NUM_STEPS, HALVES, DEALS,
+        STAGES,
     )  # fmt: skip
-    END_SQUARES: gl.constexpr = (NS[2] - 1) // _ROWS + 1
-    _linear(
-        weights, xs, full, empty, followers, step, count_ptr, count, down_end.out, qkv_end,
-        scales[3], biases[3], down_end.squares, end_eps, 3, KS[3], NS[3], END_SQUARES, NUM_STEPS,
-        HALVES, DEALS, STAGES,
-    )  # fmt: skip
+    if len(NUM_STEPS) == 4:
+        _linear(
+            weights, xs, full, empty, followers, step, count_ptr, count, down_end.out, qkv_end,
+            scales[3], biases[3], down_end.squares, end_eps, 3, KS[3], NS[3], TILES[2], TILES,
+            NUM_STEPS, HALVES, DEALS, STAGES,
+        )  # fmt: skip
+    else:
+        programs = gl.num_programs(0)
+        target = count - count % programs + 3 * programs
+        divide(down_end, end_eps, count_ptr, target, NS[2], TILES[2], _WARPS)
 
 
 @gluon.jit
@@ -504,11 +569,12 @@ def _chain_kernel(
     o_bias, gate_up_bias, down_bias, qkv_bias,
     middle_eps, end_eps,
     count_ptr,
-    KS: gl.constexpr, NS: gl.constexpr, NUM_STEPS: gl.constexpr, DEALS: gl.constexpr,
-    STAGES: gl.constexpr, GROUPS: gl.constexpr, PDL: gl.constexpr,
+    KS: gl.constexpr, NS: gl.constexpr, TILES: gl.constexpr, NUM_STEPS: gl.constexpr,
+    DEALS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The projection back, gate and up, down, and the next queries, keys and values, of one row.
 
+    Of three linears the last has no tensors: the final norm's division stands in its place.
     ``count`` is a number that all launches add to, a multiple of the programs before each, and one
     of the tiles that were dealt out, 0 before and after each.
     """
@@ -528,20 +594,19 @@ def _chain_kernel(
     xs = (x, reinterpret(x, CODE, [GROUPS * _CHUNKS // 2, 2 * _X_ROWS, 128], CHUNK))
     full = barriers(STAGES)
     empty = barriers(STAGES)
-    followers = gl.allocate_shared_memory(
-        gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
+    followers = room_for_followers(STAGES)
     gl.warp_specialize(
         [
             (_multiply_all, (
                 x_ptr, o_end, gate_up_end, down_end, qkv_end,
                 (o_scales, gate_up_scales, down_scales, qkv_scales),
                 (o_bias, gate_up_bias, down_bias, qkv_bias), middle_eps, end_eps, count_ptr,
-                weights, xs, full, empty, followers, KS, NS, NUM_STEPS, HALVES, DEALS, STAGES, PDL,
+                weights, xs, full, empty, followers, KS, NS, TILES, NUM_STEPS, HALVES, DEALS,
+                STAGES, PDL,
             )),
             (_load, (
                 (o_desc, gate_up_desc, down_desc, qkv_desc), (ring, halves, ring, ring), full,
-                empty, followers, count_ptr + 1, NS, NUM_STEPS, HALVES, DEALS, STAGES,
+                empty, followers, count_ptr + 1, TILES, NUM_STEPS, HALVES, DEALS, STAGES,
             )),
         ],
         [1],
@@ -602,9 +667,9 @@ def trial_of_chain(
 
     Args:
         x: a row like those to come.
-        weights: four, random.
+        weights: four, or three, random.
         numbers: what some rows of a weight stand for, float32.
-        biased: which of the four have a bias.
+        biased: which of them have a bias.
         offsets: of the norms.
         launch: the kernel.
     """
@@ -626,18 +691,20 @@ def trial_of_chain(
         normal(len(weight)) if has_bias else None
         for weight, has_bias in zip(weights, biased, strict=True)
     )
-    four: Any = tuple(weights)
-    tried = Chain(four, norms[0], norms[1], biases)
+    tried = Chain(tuple(weights), norms[0], norms[1], biases)
     heads, residual = normal(1, weights[0].shape[1]), normal(1, width)
 
     def run() -> Tensor:
-        qkv, total = launch(heads, residual, tried)
-        return torch.cat((qkv, total), 1)
+        out, total = launch(heads, residual, tried)
+        return torch.cat((out, total), 1)
 
     total = product(heads, 0).to(x.dtype) + residual
     gate, up = product(_normed(total, norms[0]), 1).to(x.dtype).float().chunk(2, 1)
     total = product((torch.nn.functional.silu(gate) * up).to(x.dtype), 2).to(x.dtype) + total
-    return Trial(run, torch.cat((product(_normed(total, norms[1]), 3), total.float()), 1))
+    out = _normed(total, norms[1])
+    if len(weights) == 4:
+        out = product(out, 3)
+    return Trial(run, torch.cat((out, total.float()), 1))
 
 
 def _normed(total: Tensor, norm: ChainNorm) -> Tensor:
@@ -645,6 +712,12 @@ def _normed(total: Tensor, norm: ChainNorm) -> Tensor:
     mean = wide.square().mean(1, keepdim=True)
     weighed = (wide * (norm.weight.float() + norm.offset)).to(total.dtype).float()
     return weighed * torch.rsqrt(mean + norm.eps)
+
+
+def of_four(given: Iterable[Any]) -> tuple[Any, ...]:
+    """An argument for each of four linears; None for the last if there are three."""
+    first, second, third, *last = given
+    return first, second, third, last[0] if last else None
 
 
 def _descriptor(weight: Fp8Weight, halves: int) -> TensorDescriptor:
@@ -673,23 +746,25 @@ def chain(x: Tensor, residual: Tensor, chain: Chain) -> tuple[Tensor, Tensor]:
     o_end = Added.of(residual, chain.middle.weight, tile, chain.middle.offset)
     gate_up_end = Activated.of(o_end.out, sizes[1][0], gated=True)
     down_end = Added.of(o_end.total, chain.end.weight, tile, chain.end.offset)
-    qkv_end = Activated.of(o_end.out, sizes[3][0])
-    ends = (o_end, gate_up_end, down_end, qkv_end)
-    halves = (1, 2, 1, 1)
+    ends: list[Any] = [o_end, gate_up_end, down_end]
+    ends += [Activated.of(o_end.out, n) for n, _ in sizes[3:]]
+    halves = (1, 2, 1, 1)[: len(sizes)]
+    described = (_descriptor(*each) for each in zip(weights, halves, strict=True))
     groups = max(triton.cdiv(k, _STEP) for _, k in sizes)
     shared = groups * _CHUNKS.value * _X_ROWS.value * 128
     programs = num_multiprocessors(x.device)
     _chain_kernel[(programs,)](
-        *(_descriptor(*each) for each in zip(weights, halves, strict=True)),
+        *of_four(described),
         x,
-        *ends,
-        *(weight.scales for weight in weights),
-        *chain.biases,
+        *of_four(ends),
+        *of_four(weight.scales for weight in weights),
+        *of_four(chain.biases),
         chain.middle.eps,
         chain.end.eps,
         barrier_count(x.device),
         KS=tuple(k for _, k in sizes),
         NS=tuple(n // half for (n, _), half in zip(sizes, halves, strict=True)),
+        TILES=tuple(triton.cdiv(n, _ROWS.value) for n, _ in sizes),
         NUM_STEPS=tuple(triton.cdiv(k, _STEP) for _, k in sizes),
         DEALS=_DEALS,
         STAGES=max(2, min(_MOST_STAGES, (_MOST_SHARED - shared) // _BYTES.value)),
@@ -698,4 +773,4 @@ def chain(x: Tensor, residual: Tensor, chain: Chain) -> tuple[Tensor, Tensor]:
         maxnreg=_MOST_REGISTERS,
         **pdl_options(x.device),
     )
-    return qkv_end.out, down_end.total
+    return ends[-1].out, down_end.total

@@ -35,7 +35,12 @@ from engine_core.kernels.linear.boxes.hopper.triton import barriers, room
 from engine_core.kernels.linear.chain import Chain, barrier_count
 from engine_core.kernels.linear.chain.hopper.triton import (
     ask,
+    divide,
+    follower,
     join_programs,
+    load_tiles,
+    of_four,
+    room_for_followers,
     rounded,
     trial_of_chain,
 )
@@ -94,6 +99,8 @@ add.f32 $0, $0, f; add.f32 $1, $1, g;
 _MOST_SHARED = 180 * 1024
 _MOST_STAGES = 4
 _MOST_REGISTERS = 96
+# Whether tiles of gate and up are dealt out, as of 8-bit floats.
+_DEALS = True
 
 
 @gluon.constexpr_function
@@ -327,49 +334,103 @@ def _take_row(x, sums, x_ptr, K: gl.constexpr, PASSES: gl.constexpr):
 
 
 @gluon.jit
+def _load_step(
+    descs, rings, full, empty, step, tile, of_tile, HALVES: gl.constexpr, STAGES: gl.constexpr
+):
+    """Load a step of a tile, codes, scales and zeros, as soon as its place in the ring is empty."""
+    desc, scales_desc, zeros_desc = descs
+    codes, scales, zeros = rings
+    HAS_ZEROS: gl.constexpr = zeros_desc is not None
+    slot = step % STAGES
+    barrier = full.index(slot)
+    chunk = of_tile * (_CHUNKS // HALVES)
+    row = tile * _ROWS
+    mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
+    mbarrier.expect(barrier, _CHUNKS * _ROWS * (128 + 4) + (_GROUPS * _ROWS if HAS_ZEROS else 0))
+    tma_load(desc, [chunk, 0, row, 0], barrier, codes.index(slot))
+    tma_load(scales_desc, [2 * chunk, 0, row], barrier, scales.index(slot))
+    if HAS_ZEROS:
+        tma_load(zeros_desc, [2 * chunk, 0, row], barrier, zeros.index(slot))
+
+
+@gluon.jit
 def _load(
-    descs, scales_descs, zeros_descs, rings, full, empty, NS: gl.constexpr,
-    NUM_STEPS: gl.constexpr, HALVES: gl.constexpr, HAS_ZEROS: gl.constexpr, STAGES: gl.constexpr,
+    descs, rings, full, empty, followers, dealt_ptr, TILES: gl.constexpr, NUM_STEPS: gl.constexpr,
+    HALVES: gl.constexpr, DEALS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads the weights, all steps of this program ahead as there is room."""
-    step = gl.program_id(0) * 0
-    for i in gl.static_range(4):
-        codes, scales, zeros = rings[i]
-        for tile in range(gl.program_id(0), (NS[i] - 1) // _ROWS + 1, gl.num_programs(0)):
-            for of_tile in range(NUM_STEPS[i]):
-                slot = step % STAGES
-                barrier = full.index(slot)
-                chunk = of_tile * (_CHUNKS // HALVES[i])
-                row = tile * _ROWS
-                mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
-                mbarrier.expect(
-                    barrier, _CHUNKS * _ROWS * (128 + 4) + (_GROUPS * _ROWS if HAS_ZEROS else 0)
-                )
-                tma_load(descs[i], [chunk, 0, row, 0], barrier, codes.index(slot))
-                tma_load(scales_descs[i], [2 * chunk, 0, row], barrier, scales.index(slot))
-                if HAS_ZEROS:
-                    tma_load(zeros_descs[i], [2 * chunk, 0, row], barrier, zeros.index(slot))
-                step += 1
+    load_tiles(
+        _load_step, descs, rings, full, empty, followers, dealt_ptr, TILES, NUM_STEPS, HALVES,
+        DEALS, STAGES,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _tile(
+    views, words, x, sums, full, empty, step, end, bias_ptr, tile, factor,
+    N: gl.constexpr, GATED: gl.constexpr, SQUARES: gl.constexpr, NUM_STEPS: gl.constexpr,
+    STAGES: gl.constexpr, MIDDLE: gl.constexpr, HAS_ZEROS: gl.constexpr,
+):  # fmt: skip
+    """Multiply and store a tile; returned is the next step's number."""
+    ELEMENT: gl.constexpr = end.out.dtype.element_ty
+    # A thread has both a gate's product and its up's.
+    BOTH: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [_WARPS, 1], [1, 0])
+    OUT: gl.constexpr = gl.SliceLayout(1, BOTH)
+    HALVES: gl.constexpr = 2 if GATED else 1
+    scales, zeros = views[HALVES - 1]
+    cols = tile * _ROWS + gl.arange(0, _ROWS, OUT)
+    mask = cols < N
+    bias = ask(bias_ptr, cols, N)
+    up_bias = bias
+    residual = 0.0
+    weight = 0.0
+    if GATED:
+        if bias_ptr is not None:
+            up_bias = ask(bias_ptr + N, cols, N)
+    elif not SQUARES:
+        residual = gl.load(end.residual + cols, mask=mask, other=0.0, cache_modifier=".cg")
+        weight = ask(end.norm_weight, cols, N) + end.OFFSET
+    none = gl.zeros([8, 8, 4], gl.float32, _lanes_layout())
+    acc = (none, none, none, none)
+    for of_tile in range(NUM_STEPS):
+        slot = step % STAGES
+        mbarrier.wait(full.index(slot), step // STAGES & 1)
+        acc = _multiply(
+            words, scales, zeros, x[1], sums[1], acc, slot, of_tile, HALVES, MIDDLE, HAS_ZEROS
+        )
+        sync_threads()
+        mbarrier.arrive(empty.index(slot))
+        step += 1
+    found, more = gl.convert_layout(_results(acc), BOTH).split()
+    if GATED:
+        gate = rounded(found * factor + bias, ELEMENT)
+        up = rounded(more * factor + up_bias, ELEMENT)
+        gl.store(end.out + cols, (activated(gate, "silu") * up).to(ELEMENT), mask=mask)
+    else:
+        found = (found + more) * factor + bias
+        if SQUARES:
+            gl.store(end.out + cols, found.to(ELEMENT), mask=mask)
+        else:
+            residual = residual.to(gl.float32)  # type: ignore[attr-defined]
+            total = (rounded(found, ELEMENT) + residual).to(ELEMENT)
+            gl.store(end.total + cols, total, mask=mask)
+            total = total.to(gl.float32)
+            gl.store(end.squares + tile, gl.sum(gl.where(mask, total * total, 0.0), 0))
+            gl.store(end.out + cols, (total * weight).to(ELEMENT), mask=mask)
+    return step
 
 
 @gluon.jit
 def _linear(
-    views, words, x, sums, full, empty, step, x_ptr, end, bias_ptr, squares_ptr, eps,
+    views, words, x, sums, full, empty, followers, step, x_ptr, end, bias_ptr, squares_ptr, eps,
     INDEX: gl.constexpr, K: gl.constexpr, N: gl.constexpr, SQUARES: gl.constexpr,
-    NUM_STEPS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, MIDDLE: gl.constexpr,
-    HAS_ZEROS: gl.constexpr,
+    TILES: gl.constexpr, NUM_STEPS: gl.constexpr, HALVES: gl.constexpr, DEALS: gl.constexpr,
+    STAGES: gl.constexpr, MIDDLE: gl.constexpr, HAS_ZEROS: gl.constexpr,
 ):  # fmt: skip
     """The linear number INDEX of the chain, of N columns; of what follows, see :class:`Added`.
 
     With SQUARES, x lacks an RMSNorm's division by those. Returned is the next step's number.
     """
     GATED: gl.constexpr = HALVES[INDEX] == 2
-    TILES: gl.constexpr = (N - 1) // _ROWS + 1
-    ELEMENT: gl.constexpr = end.out.dtype.element_ty
-    # A thread has both a gate's product and its up's.
-    BOTH: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [_WARPS, 1], [1, 0])
-    OUT: gl.constexpr = gl.SliceLayout(1, BOTH)
-    LANES: gl.constexpr = _lanes_layout()
     factor = 1.0
     if SQUARES:
         FLAT: gl.constexpr = gl.BlockedLayout([2], [32], [_WARPS], [0])
@@ -379,57 +440,31 @@ def _linear(
         )
         factor = 1.0 / gl.sqrt(gl.sum(squares, 0) / K + eps)
     _take_row(x[0], sums[0], x_ptr, K, (K - 1) // (_GROUPS * _COLS) + 1)
-    scales, zeros = views[HALVES[INDEX] - 1]
-    for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
-        cols = tile * _ROWS + gl.arange(0, _ROWS, OUT)
-        mask = cols < N
-        bias = ask(bias_ptr, cols, N)
-        up_bias = bias
-        residual = 0.0
-        weight = 0.0
-        if GATED:
-            if bias_ptr is not None:
-                up_bias = ask(bias_ptr + N, cols, N)
-        elif not SQUARES:
-            residual = gl.load(end.residual + cols, mask=mask, other=0.0, cache_modifier=".cg")
-            weight = ask(end.norm_weight, cols, N) + end.OFFSET
-        none = gl.zeros([8, 8, 4], gl.float32, LANES)
-        acc = (none, none, none, none)
-        for of_tile in range(NUM_STEPS[INDEX]):
-            slot = step % STAGES
-            mbarrier.wait(full.index(slot), step // STAGES & 1)
-            acc = _multiply(
-                words, scales, zeros, x[1], sums[1], acc, slot, of_tile, HALVES[INDEX], MIDDLE,
-                HAS_ZEROS,
+    if DEALS and GATED:
+        tile = gl.program_id(0)
+        while tile < TILES[INDEX]:
+            next_tile = follower(full, followers, step, _WARPS, STAGES)
+            step = _tile(
+                views, words, x, sums, full, empty, step, end, bias_ptr, tile, factor, N, GATED,
+                SQUARES, NUM_STEPS[INDEX], STAGES, MIDDLE, HAS_ZEROS,
             )  # fmt: skip
-            sync_threads()
-            mbarrier.arrive(empty.index(slot))
-            step += 1
-        found, more = gl.convert_layout(_results(acc), BOTH).split()
-        if GATED:
-            gate = rounded(found * factor + bias, ELEMENT)
-            up = rounded(more * factor + up_bias, ELEMENT)
-            gl.store(end.out + cols, (activated(gate, "silu") * up).to(ELEMENT), mask=mask)
-        else:
-            found = (found + more) * factor + bias
-            if SQUARES:
-                gl.store(end.out + cols, found.to(ELEMENT), mask=mask)
-            else:
-                residual = residual.to(gl.float32)  # type: ignore[attr-defined]
-                total = (rounded(found, ELEMENT) + residual).to(ELEMENT)
-                gl.store(end.total + cols, total, mask=mask)
-                total = total.to(gl.float32)
-                gl.store(end.squares + tile, gl.sum(gl.where(mask, total * total, 0.0), 0))
-                gl.store(end.out + cols, (total * weight).to(ELEMENT), mask=mask)
+            tile = next_tile
+    else:
+        for tile in range(gl.program_id(0), TILES[INDEX], gl.num_programs(0)):
+            step = _tile(
+                views, words, x, sums, full, empty, step, end, bias_ptr, tile, factor, N, GATED,
+                SQUARES, NUM_STEPS[INDEX], STAGES, MIDDLE, HAS_ZEROS,
+            )  # fmt: skip
     return step
 
 
 @gluon.jit
 def _multiply_all(
     x_ptr, o_end, gate_up_end, down_end, qkv_end, biases, middle_eps, end_eps, count_ptr, views,
-    words, x, sums, full, empty,
-    KS: gl.constexpr, NS: gl.constexpr, NUM_STEPS: gl.constexpr, HALVES: gl.constexpr,
-    STAGES: gl.constexpr, MIDDLE: gl.constexpr, HAS_ZEROS: gl.constexpr, PDL: gl.constexpr,
+    words, x, sums, full, empty, followers,
+    KS: gl.constexpr, NS: gl.constexpr, TILES: gl.constexpr, NUM_STEPS: gl.constexpr,
+    HALVES: gl.constexpr, DEALS: gl.constexpr, STAGES: gl.constexpr, MIDDLE: gl.constexpr,
+    HAS_ZEROS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The warps that multiply: all of the chain but its loads of weights."""
     programs = gl.num_programs(0)
@@ -439,28 +474,29 @@ def _multiply_all(
     count = count - count % programs + programs
     step = programs * 0
     step = _linear(
-        views, words, x, sums, full, empty, step, x_ptr, o_end, biases[0], None, 0.0, 0, KS[0],
-        NS[0], 0, NUM_STEPS, HALVES, STAGES, MIDDLE, HAS_ZEROS,
+        views, words, x, sums, full, empty, followers, step, x_ptr, o_end, biases[0], None, 0.0, 0,
+        KS[0], NS[0], 0, TILES, NUM_STEPS, HALVES, DEALS, STAGES, MIDDLE, HAS_ZEROS,
     )  # fmt: skip
     join_programs(count_ptr, count)
-    MIDDLE_SQUARES: gl.constexpr = (NS[0] - 1) // _ROWS + 1
     step = _linear(
-        views, words, x, sums, full, empty, step, o_end.out, gate_up_end, biases[1],
-        o_end.squares, middle_eps, 1, KS[1], NS[1], MIDDLE_SQUARES, NUM_STEPS, HALVES, STAGES,
-        MIDDLE, HAS_ZEROS,
+        views, words, x, sums, full, empty, followers, step, o_end.out, gate_up_end, biases[1],
+        o_end.squares, middle_eps, 1, KS[1], NS[1], TILES[0], TILES, NUM_STEPS, HALVES, DEALS,
+        STAGES, MIDDLE, HAS_ZEROS,
     )  # fmt: skip
     join_programs(count_ptr, count + programs)
     step = _linear(
-        views, words, x, sums, full, empty, step, gate_up_end.out, down_end, biases[2], None, 0.0,
-        2, KS[2], NS[2], 0, NUM_STEPS, HALVES, STAGES, MIDDLE, HAS_ZEROS,
+        views, words, x, sums, full, empty, followers, step, gate_up_end.out, down_end, biases[2],
+        None, 0.0, 2, KS[2], NS[2], 0, TILES, NUM_STEPS, HALVES, DEALS, STAGES, MIDDLE, HAS_ZEROS,
     )  # fmt: skip
-    join_programs(count_ptr, count + 2 * programs)
-    END_SQUARES: gl.constexpr = (NS[2] - 1) // _ROWS + 1
-    _linear(
-        views, words, x, sums, full, empty, step, down_end.out, qkv_end, biases[3],
-        down_end.squares, end_eps, 3, KS[3], NS[3], END_SQUARES, NUM_STEPS, HALVES, STAGES, MIDDLE,
-        HAS_ZEROS,
-    )  # fmt: skip
+    if len(NUM_STEPS) == 4:
+        join_programs(count_ptr, count + 2 * programs)
+        _linear(
+            views, words, x, sums, full, empty, followers, step, down_end.out, qkv_end, biases[3],
+            down_end.squares, end_eps, 3, KS[3], NS[3], TILES[2], TILES, NUM_STEPS, HALVES, DEALS,
+            STAGES, MIDDLE, HAS_ZEROS,
+        )  # fmt: skip
+    else:
+        divide(down_end, end_eps, count_ptr, count + 2 * programs, NS[2], TILES[2], _WARPS)
 
 
 @gluon.jit
@@ -473,12 +509,13 @@ def _chain_kernel(
     o_bias, gate_up_bias, down_bias, qkv_bias,
     middle_eps, end_eps,
     count_ptr,
-    KS: gl.constexpr, NS: gl.constexpr, NUM_STEPS: gl.constexpr, STAGES: gl.constexpr,
-    PASSES: gl.constexpr, MIDDLE: gl.constexpr, PDL: gl.constexpr,
+    KS: gl.constexpr, NS: gl.constexpr, TILES: gl.constexpr, NUM_STEPS: gl.constexpr,
+    DEALS: gl.constexpr, STAGES: gl.constexpr, PASSES: gl.constexpr, MIDDLE: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """The projection back, gate and up, down, and the next queries, keys and values, of one row.
 
-    ``count`` is one number that all launches add to, a multiple of the programs before each.
+    Three linears, and ``count``, are as of 8-bit floats.
     """
     launch_dependents(PDL)
     HALVES: gl.constexpr = (1, 2, 1, 1)
@@ -510,34 +547,37 @@ def _chain_kernel(
         )
         whole = (ring, scales, zeros)
         rings = (whole, (halves, halves_scales, halves_zeros), whole, whole)
-        zeros_descs = (o_zeros, gate_up_zeros, down_zeros, qkv_zeros)
     else:
         views = ((of_scales, of_scales), (of_halves, of_halves))
         whole = (ring, scales, scales)
         rings = (whole, (halves, halves_scales, halves_scales), whole, whole)
-        zeros_descs = (o_scales, gate_up_scales, down_scales, qkv_scales)
     x_bytes = gl.allocate_shared_memory(gl.int8, [PASSES, _GROUPS, 2 * _COLS], PLAIN_TWO)
     x_words = reinterpret(x_bytes, gl.int32, [2 * PASSES, 8, 2, 1, 2, 2, 4, 4], PLAIN_SEVEN)
     sums = gl.allocate_shared_memory(gl.int32, [PASSES, _GROUPS, 4], PLAIN_TWO)
     sums_views = reinterpret(sums, gl.int32, [2 * PASSES, 8, 2, 1, 1, 2, 2], PLAIN)
     full = barriers(STAGES)
     empty = barriers(STAGES)
+    followers = room_for_followers(STAGES)
     gl.warp_specialize(
         [
             (_multiply_all, (
                 x_ptr, o_end, gate_up_end, down_end, qkv_end,
                 (o_bias, gate_up_bias, down_bias, qkv_bias), middle_eps, end_eps, count_ptr, views,
-                words, (x_bytes, x_words), (sums, sums_views), full, empty, KS, NS, NUM_STEPS,
-                HALVES, STAGES, MIDDLE, HAS_ZEROS, PDL,
+                words, (x_bytes, x_words), (sums, sums_views), full, empty, followers, KS, NS,
+                TILES, NUM_STEPS, HALVES, DEALS, STAGES, MIDDLE, HAS_ZEROS, PDL,
             )),
             (_load, (
-                (o_desc, gate_up_desc, down_desc, qkv_desc),
-                (o_scales, gate_up_scales, down_scales, qkv_scales), zeros_descs, rings, full,
-                empty, NS, NUM_STEPS, HALVES, HAS_ZEROS, STAGES,
+                (
+                    (o_desc, o_scales, o_zeros),
+                    (gate_up_desc, gate_up_scales, gate_up_zeros),
+                    (down_desc, down_scales, down_zeros),
+                    (qkv_desc, qkv_scales, qkv_zeros),
+                ), rings, full, empty, followers, count_ptr + 1, TILES, NUM_STEPS, HALVES, DEALS,
+                STAGES,
             )),
         ],
         [1],
-        [24],
+        [32],
     )  # fmt: skip
 
 
@@ -634,32 +674,36 @@ def chain(x: Tensor, residual: Tensor, chain: Chain) -> tuple[Tensor, Tensor]:
     o_end = Added.of(residual, chain.middle.weight, tile, chain.middle.offset)
     gate_up_end = Activated.of(o_end.out, sizes[1][0], gated=True)
     down_end = Added.of(o_end.total, chain.end.weight, tile, chain.end.offset)
-    qkv_end = Activated.of(o_end.out, sizes[3][0])
-    ends = (o_end, gate_up_end, down_end, qkv_end)
-    halves = (1, 2, 1, 1)
+    ends: list[Any] = [o_end, gate_up_end, down_end]
+    ends += [Activated.of(o_end.out, n) for n, _ in sizes[3:]]
+    halves = (1, 2, 1, 1)[: len(sizes)]
     passes = max(triton.cdiv(k, _GROUPS.value * _COLS.value) for _, k in sizes)
     shared = passes * _GROUPS.value * (2 * _COLS.value + 16)
     stage = _CHUNKS.value * _ROWS.value * (128 + 4) + _GROUPS.value * _ROWS.value
     described = [_descriptors(*each) for each in zip(weights, halves, strict=True)]
     _chain_kernel[(num_multiprocessors(x.device),)](
-        *(each for kind in zip(*described, strict=True) for each in kind),
+        *(each for kind in zip(*described, strict=True) for each in of_four(kind)),
         x,
-        *ends,
-        *chain.biases,
+        *of_four(ends),
+        *of_four(chain.biases),
         chain.middle.eps,
         chain.end.eps,
         barrier_count(x.device),
         KS=tuple(k for _, k in sizes),
         NS=tuple(n // half for (n, _), half in zip(sizes, halves, strict=True)),
+        TILES=tuple(
+            triton.cdiv(n // half, _ROWS.value) for (n, _), half in zip(sizes, halves, strict=True)
+        ),
         NUM_STEPS=tuple(
             triton.cdiv(k, _CHUNKS.value // half * 2 * _COLS.value)
             for (_, k), half in zip(sizes, halves, strict=True)
         ),
         STAGES=max(2, min(_MOST_STAGES, (_MOST_SHARED - shared) // stage)),
+        DEALS=_DEALS,
         PASSES=passes,
         MIDDLE=weights[0].middle,
         num_warps=_WARPS.value,
         maxnreg=_MOST_REGISTERS,
         **pdl_options(x.device),
     )
-    return qkv_end.out, down_end.total
+    return ends[-1].out, down_end.total
