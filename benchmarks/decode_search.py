@@ -213,7 +213,9 @@ def space(point: Point) -> Iterator[decode.Launch]:
 
 def compiled_for(launch: decode.Launch) -> decode.Launch:
     """The launch with what its kernel is not compiled for left out."""
-    return launch._replace(pieces=0, items=1, held=1.0, turns=1, tile_us=1.0, read_us=1.0)
+    return launch._replace(
+        pieces=0, items=1, held=1.0, turns=1, tile_us=1.0, read_us=1.0, sharing=0.0
+    )
 
 
 def ways(point: Point) -> list[decode.Launch]:

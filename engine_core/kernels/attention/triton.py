@@ -130,6 +130,7 @@ def _plan_kernel(
     split_us,
     turn_us,
     crowded,
+    sharing,
     MAX_SPLITS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -150,7 +151,8 @@ def _plan_kernel(
     - merging, ``split_us`` and ``turns`` of ``turn_us`` for each ``merged`` splits.
 
     It is ``crowded`` times as long where programs without a split run beside more than half of
-    ``held``: those that have one are then not spread evenly.
+    ``held``: those that have one are then not spread evenly. With ``sharing`` it is that part
+    longer where as many splits as ``held`` run, and less so with fewer.
 
     With ``pieces`` it is that many quarters of a piece of the longest row.
     """
@@ -183,6 +185,7 @@ def _plan_kernel(
     merging = split_us + turn_us * (tl.cdiv(splits, merged) * turns).to(tl.float32)
     cost += tl.where(splits > 1, merging, 0.0)
     cost *= tl.where((turn > 0.5) & (turn < 1.0) & (count < max_items), crowded, 1.0)
+    cost *= 1.0 + sharing * tl.minimum(turn, 1.0)
     fits = ((count <= max_items) & (quarters <= 4 * MAX_SPLITS)) | (order == 0)
     chosen = tl.argmin(tl.where(fits, cost, float("inf")), axis=0)
     per_split = tl.sum(tl.where(order == chosen, each, 0))
@@ -546,7 +549,8 @@ def plan_splits(
         costs.begin,
         costs.split,
         costs.turn,
-        costs.crowded,
+        1.0 if cut.sharing else costs.crowded,
+        cut.sharing,
         MAX_SPLITS=decode.MAX_SPLITS,
         BLOCK_ROWS=block_rows,
         BLOCK_N=cut.block_n,
