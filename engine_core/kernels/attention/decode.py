@@ -9,8 +9,8 @@ MAX_SPLITS = 64
 # Splits merged at a time, at least and at most.
 MERGED_SPLITS = (4, 16)
 # Of Hopper's multiprocessors: 32-bit registers, bytes of shared memory, and those kept back for
-# each program; warps of all programs, with 168 registers a thread.
-_REGISTERS, _SHARED, _RESERVED, _WARPS = 65536, 228 * 1024, 1024, 12
+# each program; warps of all programs, with 168 registers a thread; schedulers of warps.
+_REGISTERS, _SHARED, _RESERVED, _WARPS, _SCHEDULERS = 65536, 228 * 1024, 1024, 12, 4
 # Heads that are columns of products at most, and the widest of them: 8 of 256 took 83 us where as
 # rows they take 74.
 _TURNED_HEADS, _TURNED_DIMS = 8, 128
@@ -32,6 +32,8 @@ class Costs(NamedTuple):
         bandwidth: bytes the device reads in one.
         crowded: times as long if more than half of the room is taken and programs find no split.
         sharing: heads as rows of numbers take that part longer if all room is taken, instead.
+        waiting: a tile of codes takes that part longer for each other warp of its scheduler.
+        uneven: warps that some schedulers have beyond the mean.
     """
 
     begin: float = 1.6
@@ -46,6 +48,8 @@ class Costs(NamedTuple):
     bandwidth: float = 4.28e6
     crowded: float = 1.05
     sharing: float = 0.2
+    waiting: float = 0.45
+    uneven: float = 0.05
 
 
 H200 = Costs()
@@ -70,6 +74,8 @@ class Launch(NamedTuple):
         pieces: quarters of the splits of the longest row; 0 leaves them to the plan.
         sharing: part that all takes longer where as many splits as ``held`` share the device; if
             0, programs without a split may take time.
+        waiting: part that a tile takes longer for each other warp of its scheduler.
+        warps: of a scheduler where as many splits as ``held`` share the device.
     """
 
     block_g: int
@@ -86,6 +92,8 @@ class Launch(NamedTuple):
     read_us: float
     pieces: int = 0
     sharing: float = 0.0
+    waiting: float = 0.0
+    warps: float = 0.0
 
 
 class Tile(NamedTuple):
@@ -222,15 +230,16 @@ def cut(
     # Programs that find no split take time, so that there are few: half of those that are attended
     # to at a time where unsplit rows are no more than a program for each multiprocessor, though
     # three for each if they have room. Where rows alone are more, all of those if heads are columns
-    # over numbers, which took 1% longer for it, and else three fifths: codes took 4% longer, rows
-    # of products 9%, up to 21%. However many rows there are, a few of them may be much longer than
-    # the others, which would end long before: 1 of 100,000 tokens beside 200 of 300.
+    # over numbers, which took 1% longer for it; two thirds over codes, which took 4% longer for all
+    # of those; half if heads are rows, which took 9% longer, up to 21%. However many rows there
+    # are, a few of them may be much longer than the others, which would end long before: 1 of
+    # 100,000 tokens beside 200 of 300.
     items = num_rows + min(num_rows // 2, MAX_SPLITS)
     three = min(held, 3 * multiprocessors / head_tiles)
     if num_rows * head_tiles <= multiprocessors:
         items = max(items, int(max(held / 2, three)), multiprocessors // head_tiles)
     elif num_rows <= held:
-        part = 1.0 if turned and number_bytes > 1 else 0.6
+        part = 2 / 3 if number_bytes == 1 else 1.0 if turned else 0.5
         items = max(int(max(part * held, three)), num_rows * 3 // 2)
     kilobytes = tile.block_n * sum(columns) * number_bytes / 1024
     work = H200.tile + H200.kilobyte * kilobytes / tile.num_warps
@@ -243,6 +252,8 @@ def cut(
         max(work, H200.latency / (tile.num_stages - 1)),
         1024 * kilobytes * kv_heads / H200.bandwidth,
         sharing=0.0 if turned or number_bytes == 1 else H200.sharing,
+        waiting=H200.waiting if number_bytes == 1 else 0.0,
+        warps=resident * tile.num_warps / _SCHEDULERS,
     )  # fmt: skip
 
 

@@ -131,6 +131,9 @@ def _plan_kernel(
     turn_us,
     crowded,
     sharing,
+    waiting,
+    warps,
+    uneven,
     MAX_SPLITS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -146,7 +149,9 @@ def _plan_kernel(
     one piece to MAX_SPLITS, by what a launch waits for:
 
     - a split's tiles, each ``tile_us``, and those of others before it where there are more splits
-      than the ``held`` that are attended to at a time; or all bytes, ``read_us`` a tile;
+      than the ``held`` that are attended to at a time; a tile takes ``waiting`` of that longer for
+      each other warp of its scheduler, which has ``warps`` where ``held`` splits run, some
+      ``uneven`` more; or all bytes, ``read_us`` a tile;
     - the beginning and end of a program, ``begin_us``, of ``held`` splits at the same time;
     - merging, ``split_us`` and ``turns`` of ``turn_us`` for each ``merged`` splits.
 
@@ -175,7 +180,8 @@ def _plan_kernel(
     used = tl.where(mask[:, None], tl.minimum(tl.maximum(used, 1), MAX_SPLITS), 0)
     count = tl.sum(used, axis=0)
     turn = count.to(tl.float32) / held
-    working = tile_us * length * tl.maximum(turn, 1.0)
+    others = tl.ceil(tl.minimum(turn, 1.0) * warps + uneven) - 1.0
+    working = tile_us * length * tl.maximum(turn, 1.0) * (1.0 + waiting * others)
     reading = read_us * tl.sum(tiles.to(tl.float32))
     # Between the longer of both and their sum.
     working *= working
@@ -551,6 +557,9 @@ def plan_splits(
         costs.turn,
         1.0 if cut.sharing else costs.crowded,
         cut.sharing,
+        cut.waiting,
+        cut.warps,
+        costs.uneven,
         MAX_SPLITS=decode.MAX_SPLITS,
         BLOCK_ROWS=block_rows,
         BLOCK_N=cut.block_n,
