@@ -213,7 +213,17 @@ def space(point: Point) -> Iterator[decode.Launch]:
 
 def compiled_for(launch: decode.Launch) -> decode.Launch:
     """The launch with what its kernel is not compiled for left out."""
-    return launch._replace(pieces=0, items=1, held=1.0, turns=1, tile_us=1.0, read_us=1.0)
+    return launch._replace(
+        pieces=0,
+        items=1,
+        held=1.0,
+        turns=1,
+        tile_us=1.0,
+        read_us=1.0,
+        sharing=0.0,
+        waiting=0.0,
+        warps=0.0,
+    )
 
 
 def ways(point: Point) -> list[decode.Launch]:
@@ -476,7 +486,14 @@ def time_of(point: Point, launch: decode.Launch, times: dict[decode.Launch, floa
     if launch in times:
         return times[launch]
     planned = plan_of(point, launch)
-    near = {plan_of(point, each): us for each, us in times.items() if each[1:4] == launch[1:4]}
+    near: dict[Plan, float] = {}
+    for each, us in times.items():
+        if each[1:4] == launch[1:4]:
+            made = plan_of(point, each)
+            if made == planned and each.items == launch.items:
+                # The same launch, of other costs. Programs without a split take time too.
+                return us
+            near[made] = us
     if planned in near:
         return near[planned]
     low = max((each for each in near if each.count < planned.count), default=None)

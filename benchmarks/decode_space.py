@@ -139,12 +139,15 @@ def chosen_pieces(tiles: Sequence[int], launch: decode.Launch) -> int:
         if count > launch.items and pieces > 4:
             continue
         turn = count / launch.held
-        working = launch.tile_us * length * max(1.0, turn)
+        others = math.ceil(min(turn, 1.0) * launch.warps + costs.uneven) - 1
+        working = launch.tile_us * length * max(1.0, turn) * (1.0 + launch.waiting * others)
         splits = -(-max(tiles) // length)
         turns = -(-splits // launch.merged_splits) * launch.turns
         merging = costs.split + costs.turn * turns if splits > 1 else 0.0
         cost = (working**4 + reading**4) ** 0.25 + costs.begin * turn + merging
-        if 0.5 < turn < 1.0 and count < launch.items:
+        if launch.sharing:
+            cost *= 1.0 + launch.sharing * min(turn, 1.0)
+        elif 0.5 < turn < 1.0 and count < launch.items:
             cost *= costs.crowded
         best = min(best, (cost, pieces), key=lambda each: each[0])
     return best[1]

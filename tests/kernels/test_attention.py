@@ -394,12 +394,18 @@ def test_kernel_merges_splits_in_rounds(
 
 
 def planned(
-    device: str, lengths: list[int], window: int | None, group_size: int = 4, **changed: Any
+    device: str,
+    lengths: list[int],
+    window: int | None,
+    group_size: int = 4,
+    number_bytes: int = 2,
+    **changed: Any,
 ) -> list[list[int]]:
     """Items of a plan for heads of 128 with 8 KV heads, on a device of 132 multiprocessors."""
     from engine_core.kernels.attention import decode, triton
 
-    cut = decode.launch(len(lengths), group_size, 8, 128, 128, 2, 132)._replace(**changed)
+    cut = decode.launch(len(lengths), group_size, 8, 128, 128, number_bytes, 132)
+    cut = cut._replace(**changed)
     kv_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     items, _ = triton.plan_splits(kv_lens, len(lengths), 1 << 17, window, cut, {})
     return [item for item in items.tolist() if item[0] >= 0]
@@ -446,6 +452,17 @@ def test_splits_are_as_many_as_pay(
     assert all(item[4] in splits for item in items), {item[4] for item in items}
 
 
+@pytest.mark.parametrize("lengths", [[15000] * 4, [60000] * 2, [4000] * 16], ids=str)
+def test_over_codes_a_scheduler_has_a_warp_if_that_is_enough(
+    lengths: list[int], launch_device: str
+) -> None:
+    """Of 132 multiprocessors with four each: 528 programs, in which 8 KV heads are 66 splits."""
+    items = planned(launch_device, lengths, None, number_bytes=1)
+    assert 40 <= len(items) <= 60
+    # Some schedulers have a second one with 64 splits, which were best if it did not wait.
+    assert len(planned(launch_device, lengths, None, number_bytes=1, waiting=0.0)) == 64
+
+
 @pytest.mark.parametrize("others", [1, 15, 40, 98, 99, 200, 500])
 def test_the_others_do_not_wait_for_a_row_that_is_much_longer(
     others: int, launch_device: str
@@ -468,10 +485,10 @@ def test_a_plan_takes_what_its_costs_say(launch_device: str) -> None:
         lengths = [draw.randint(longest // 5, longest) for _ in range(rows)]
         lengths[0] *= draw.choice([1, 20])
         tiles = [-(-length // 32) for length in lengths]
-        group_size = draw.choice([4, 16])
-        cut = decode.launch(rows, group_size, 8, 128, 128, 2, 132)
+        heads = draw.choice([(4, 2), (16, 2), (4, 1)])
+        cut = decode.launch(rows, heads[0], 8, 128, 128, heads[1], 132)
         expected = plan(tiles, chosen_pieces(tiles, cut))
-        items = planned(launch_device, lengths, None, group_size)
+        items = planned(launch_device, lengths, None, *heads)
         assert (len(items), max(item[4] for item in items)) == (expected.count, expected.splits)
 
 

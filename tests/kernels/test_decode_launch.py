@@ -79,17 +79,24 @@ def test_the_bound_leaves_what_a_loop_needs() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rows_have_room_for_splits(shape: tuple[int, int, int]) -> None:
-    """Few rows for half as many as the device holds at a time, some for all, and many for a few."""
+    """Few rows for half as many as the device holds at a time, and many for a few.
+
+    Some for all of them, or for half if heads are rows, whose programs without one take more time.
+    Few and some for three programs of a multiprocessor, if it has room for them.
+    """
     heads, kv_heads, _ = shape
     for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 1000):
         cut = launch(rows, *shape)
-        programs = rows * kv_heads * -(-heads // kv_heads // cut.block_g)
+        head_tiles = kv_heads * -(-heads // kv_heads // cut.block_g)
+        programs = rows * head_tiles
         few = rows + min(rows // 2, 64)
+        three = int(min(cut.held, 3 * H200 / head_tiles))
         if programs <= H200:
-            assert cut.items == max(few, int(cut.held / 2))
+            assert cut.items == max(few, int(cut.held / 2), three)
             assert launch(rows, *shape, 4).items * programs >= 0.9 * rows * H200
         elif rows <= cut.held:
-            assert cut.items == max(rows * 3 // 2, int(cut.held))
+            part = 1 if cut.block_g < 16 else 0.5
+            assert cut.items == max(rows * 3 // 2, int(part * cut.held), three)
         else:
             assert cut.items == few
 
@@ -119,6 +126,16 @@ def test_costs_are_of_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     # As rows, by four warps, which exchange: 16 heads of a KV head of 256.
     work = costs.tile + 16 / 4 * costs.kilobyte + costs.exchange + costs.rows + costs.code
     assert launch(1, 16, 1, 256, 1).tile_us == pytest.approx(work)
+    # Programs share what heads as rows of numbers wait for.
+    shared = [
+        launch(1, *given).sharing for given in ((32, 8, 128), (32, 8, 128, 1), (16, 1, 256, 1))
+    ]
+    assert shared == [0, 0, 0]
+    assert launch(1, 64, 4, 128).sharing == launch(1, 16, 8, 256).sharing == costs.sharing
+    # Warps of codes wait for each other: 8 programs of one, or 3 of four, have four schedulers.
+    codes = [launch(1, 32, 8, 128, 1), launch(1, 16, 1, 256, 1)]
+    assert [(cut.waiting, cut.warps) for cut in codes] == [(costs.waiting, 2), (costs.waiting, 3)]
+    assert launch(1, 32, 8, 128).waiting == 0
     # A warp merges 8 of 16 heads of 128 at a time.
     assert (launch(1, 32, 8, 128).turns, launch(1, 128, 8, 128).turns) == (1, 2)
     # Of heads of 80 numbers 16 more than 64 are read, and not 64 more.
@@ -176,6 +193,38 @@ def test_a_launch_is_of_powers_of_2() -> None:
         for number in (cut.block_g, cut.block_n, cut.num_warps, cut.merged_splits):
             assert number & (number - 1) == 0
         assert cut.merged_heads & (cut.merged_heads - 1) == 0
+
+
+def test_tiles_in_flight_follow_from_the_programs_of_rows() -> None:
+    """Of codes of 128 four stages for a program a multiprocessor, of numbers for 4 that have room.
+
+    Heads in two parts have room for more than 4, and wide ones for fewer unless tiles are short.
+    """
+
+    def stages(rows: int, heads: int, kv_heads: int, dim: int = 128, size: int = 2) -> int:
+        return launch(rows, heads, kv_heads, dim, size).num_stages
+
+    assert [stages(rows, 32, 8, size=1) for rows in (1, 16, 17, 256)] == [4, 4, 3, 3]
+    assert [stages(rows, 14, 2, 64, 1) for rows in (1, 256)] == [3, 3]
+    for heads in (28, 64):
+        assert [stages(rows, heads, 4) for rows in (1, 99, 100, 132, 133)] == [3, 3, 4, 4, 3]
+    assert decode.launch(132, 16, 4, 128, 128, 2, H200, (16, 16)).num_stages == 3
+    wide = [launch(rows, 16, 8, 256) for rows in (1, 49, 50, 256)]
+    assert [(cut.block_n, round(cut.held * 8 / H200)) for cut in wide] == [
+        (32, 3), (32, 3), (16, 5), (16, 5)
+    ]  # fmt: skip
+
+
+def test_two_parts_have_room_for_what_their_columns_take() -> None:
+    """Programs of a multiprocessor as one was compiled for an H200: 8 of 96, and 4 of 192."""
+
+    def programs(group_size: int, kv_heads: int, block: int, rest: int) -> float:
+        cut = decode.launch(1, group_size, kv_heads, block, block, 2, H200, (rest, rest))
+        return cut.held * kv_heads / H200
+
+    assert programs(1, 32, 128, 16) == pytest.approx(9)
+    assert programs(1, 32, 128, 32) == pytest.approx(8)
+    assert programs(8, 2, 256, 64) == pytest.approx(4)
 
 
 def test_few_heads_are_columns_of_products() -> None:

@@ -9,8 +9,8 @@ MAX_SPLITS = 64
 # Splits merged at a time, at least and at most.
 MERGED_SPLITS = (4, 16)
 # Of Hopper's multiprocessors: 32-bit registers, bytes of shared memory, and those kept back for
-# each program; warps of all programs, with 168 registers a thread.
-_REGISTERS, _SHARED, _RESERVED, _WARPS = 65536, 228 * 1024, 1024, 12
+# each program; warps of all programs, with 168 registers a thread; schedulers of warps.
+_REGISTERS, _SHARED, _RESERVED, _WARPS, _SCHEDULERS = 65536, 228 * 1024, 1024, 12, 4
 # Heads that are columns of products at most, and the widest of them: 8 of 256 took 83 us where as
 # rows they take 74.
 _TURNED_HEADS, _TURNED_DIMS = 8, 128
@@ -31,6 +31,9 @@ class Costs(NamedTuple):
         code: of a tile of codes.
         bandwidth: bytes the device reads in one.
         crowded: times as long if more than half of the room is taken and programs find no split.
+        sharing: heads as rows of numbers take that part longer if all room is taken, instead.
+        waiting: a tile of codes takes that part longer for each other warp of its scheduler.
+        uneven: warps that some schedulers have beyond the mean.
     """
 
     begin: float = 1.6
@@ -44,6 +47,9 @@ class Costs(NamedTuple):
     code: float = 0.43
     bandwidth: float = 4.28e6
     crowded: float = 1.05
+    sharing: float = 0.2
+    waiting: float = 0.45
+    uneven: float = 0.05
 
 
 H200 = Costs()
@@ -66,6 +72,10 @@ class Launch(NamedTuple):
         tile_us: microseconds of a tile where a program's own work or wait is the longest.
         read_us: microseconds of reading a tile of all heads.
         pieces: quarters of the splits of the longest row; 0 leaves them to the plan.
+        sharing: part that all takes longer where as many splits as ``held`` share the device; if
+            0, programs without a split may take time.
+        waiting: part that a tile takes longer for each other warp of its scheduler.
+        warps: of a scheduler where as many splits as ``held`` share the device.
     """
 
     block_g: int
@@ -81,6 +91,9 @@ class Launch(NamedTuple):
     tile_us: float
     read_us: float
     pieces: int = 0
+    sharing: float = 0.0
+    waiting: float = 0.0
+    warps: float = 0.0
 
 
 class Tile(NamedTuple):
@@ -91,25 +104,35 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def tile_of(dims: int, number_bytes: int, block_g: int, programs: float) -> Tile:
+def tile_of(
+    dims: int, number_bytes: int, block_g: int, programs: float, in_parts: bool = False
+) -> Tile:
     """The tile for heads of ``dims`` dimensions, whose unsplit rows make ``programs``.
 
     That many of a multiprocessor. A warp with tiles of 32 tokens, which exchanges nothing with
     others, is best or near it nearly everywhere if rows are split as a plan has it. Wide heads, and
     more than 16 of them in a program, ``block_g``, take more, for their registers.
     """
+    # A fourth stage leaves room for 4 programs of 128 numbers, which are no more than with 3
+    # before. Heads in two parts have room for more, and take up to 10% longer with it.
+    fourth = 3 < programs <= 4 and not in_parts
     sixteens = max(1, block_g // 16)
     if number_bytes == 4:
         return Tile(16 if dims > 128 else 32, 8, 3 if dims <= 256 else 2)
     if dims > 256:
         return Tile(32, 8 if number_bytes == 1 else min(8, 4 * sixteens), 2)
+    if dims > 128 and number_bytes == 2 and sixteens == 1 and programs > 3:
+        # More than have room at a time with 32 tokens; with 16 there is room for 5 of 256.
+        return Tile(16, 2, 3)
     if dims > 128:
         return Tile(32, min(8, sixteens * (4 if number_bytes == 1 else 2)), 3)
-    if number_bytes == 1 or block_g >= 16:
-        return Tile(32, sixteens, 3)
+    if number_bytes == 1:
+        # Half of the bytes: a fourth stage leaves room for 8 of 128, and few programs ask for more.
+        return Tile(32, sixteens, 4 if dims > 64 and block_g < 16 and programs <= 1 else 3)
+    if block_g >= 16:
+        return Tile(32, sixteens, 4 if dims > 64 and block_g == 16 and fourth else 3)
     if dims > 64:
-        # A fourth stage leaves room for 4 programs, which are no more than with 3 before.
-        return Tile(32, 1, 4 if 3 < programs <= 4 else 3)
+        return Tile(32, 1, 4 if fourth else 3)
     if 2.9 < programs < 6:
         # In whole steps the launches before and after find more room: 256 rows of Qwen2 0.5B of
         # 1030 tokens 1.87 ms and with four stages 1.92, of 200 to 1860 1.95 and 2.02.
@@ -148,7 +171,8 @@ def shared_memory(
     held = 2 if number_bytes < 4 else 4
     weights = block_g * tile.block_n * held if tile.num_warps > 1 else 0
     tiles = (tile.num_stages - 1) * tile.block_n * numbers
-    return tiles + block_g * block_d * held + weights
+    # Of heads in two parts there are as many columns of queries, too, and not ``block_d``.
+    return tiles + block_g * min(block_d, columns[0]) * held + weights
 
 
 def registers(memory: int, num_warps: int, turned: bool) -> int:
@@ -204,15 +228,19 @@ def cut(
     head_tiles = kv_heads * -(-group_size // block_g)
     held = resident * multiprocessors / head_tiles
     # Programs that find no split take time, so that there are few: half of those that are attended
-    # to at a time where unsplit rows are no more than a program for each multiprocessor, though one
-    # for each, and all of those where rows alone are more. However many rows there are, a few of
-    # them may be much longer than the others, which would end long before: 1 of 100,000 tokens
-    # beside 200 of 300.
+    # to at a time where unsplit rows are no more than a program for each multiprocessor, though
+    # three for each if they have room. Where rows alone are more, all of those if heads are columns
+    # over numbers, which took 1% longer for it; two thirds over codes, which took 4% longer for all
+    # of those; half if heads are rows, which took 9% longer, up to 21%. However many rows there
+    # are, a few of them may be much longer than the others, which would end long before: 1 of
+    # 100,000 tokens beside 200 of 300.
     items = num_rows + min(num_rows // 2, MAX_SPLITS)
+    three = min(held, 3 * multiprocessors / head_tiles)
     if num_rows * head_tiles <= multiprocessors:
-        items = max(items, int(held / 2), multiprocessors // head_tiles)
+        items = max(items, int(max(held / 2, three)), multiprocessors // head_tiles)
     elif num_rows <= held:
-        items = max(int(held), num_rows * 3 // 2)
+        part = 2 / 3 if number_bytes == 1 else 1.0 if turned else 0.5
+        items = max(int(max(part * held, three)), num_rows * 3 // 2)
     kilobytes = tile.block_n * sum(columns) * number_bytes / 1024
     work = H200.tile + H200.kilobyte * kilobytes / tile.num_warps
     work += H200.exchange * (tile.num_warps > 1)
@@ -223,6 +251,9 @@ def cut(
         -(-min(group_size, block_g) // heads),
         max(work, H200.latency / (tile.num_stages - 1)),
         1024 * kilobytes * kv_heads / H200.bandwidth,
+        sharing=0.0 if turned or number_bytes == 1 else H200.sharing,
+        waiting=H200.waiting if number_bytes == 1 else 0.0,
+        warps=resident * tile.num_warps / _SCHEDULERS,
     )  # fmt: skip
 
 
@@ -248,7 +279,7 @@ def launch(
     head_tiles = kv_heads * -(-group_size // block_g)
     columns = columns_of(block_d, rests[0]), columns_of(block_dv, rests[1])
     programs = num_rows * head_tiles / multiprocessors
-    tile = tile_of(block_d, number_bytes, block_g, programs)
+    tile = tile_of(block_d, number_bytes, block_g, programs, any(rests))
     return cut(
         tile, num_rows, group_size, kv_heads, block_d, block_dv, columns, number_bytes,
         multiprocessors, block_g,

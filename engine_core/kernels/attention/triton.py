@@ -130,6 +130,10 @@ def _plan_kernel(
     split_us,
     turn_us,
     crowded,
+    sharing,
+    waiting,
+    warps,
+    uneven,
     MAX_SPLITS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -145,12 +149,15 @@ def _plan_kernel(
     one piece to MAX_SPLITS, by what a launch waits for:
 
     - a split's tiles, each ``tile_us``, and those of others before it where there are more splits
-      than the ``held`` that are attended to at a time; or all bytes, ``read_us`` a tile;
+      than the ``held`` that are attended to at a time; a tile takes ``waiting`` of that longer for
+      each other warp of its scheduler, which has ``warps`` where ``held`` splits run, some
+      ``uneven`` more; or all bytes, ``read_us`` a tile;
     - the beginning and end of a program, ``begin_us``, of ``held`` splits at the same time;
     - merging, ``split_us`` and ``turns`` of ``turn_us`` for each ``merged`` splits.
 
     It is ``crowded`` times as long where programs without a split run beside more than half of
-    ``held``: those that have one are then not spread evenly.
+    ``held``: those that have one are then not spread evenly. With ``sharing`` it is that part
+    longer where as many splits as ``held`` run, and less so with fewer.
 
     With ``pieces`` it is that many quarters of a piece of the longest row.
     """
@@ -173,7 +180,8 @@ def _plan_kernel(
     used = tl.where(mask[:, None], tl.minimum(tl.maximum(used, 1), MAX_SPLITS), 0)
     count = tl.sum(used, axis=0)
     turn = count.to(tl.float32) / held
-    working = tile_us * length * tl.maximum(turn, 1.0)
+    others = tl.ceil(tl.minimum(turn, 1.0) * warps + uneven) - 1.0
+    working = tile_us * length * tl.maximum(turn, 1.0) * (1.0 + waiting * others)
     reading = read_us * tl.sum(tiles.to(tl.float32))
     # Between the longer of both and their sum.
     working *= working
@@ -183,6 +191,7 @@ def _plan_kernel(
     merging = split_us + turn_us * (tl.cdiv(splits, merged) * turns).to(tl.float32)
     cost += tl.where(splits > 1, merging, 0.0)
     cost *= tl.where((turn > 0.5) & (turn < 1.0) & (count < max_items), crowded, 1.0)
+    cost *= 1.0 + sharing * tl.minimum(turn, 1.0)
     fits = ((count <= max_items) & (quarters <= 4 * MAX_SPLITS)) | (order == 0)
     chosen = tl.argmin(tl.where(fits, cost, float("inf")), axis=0)
     per_split = tl.sum(tl.where(order == chosen, each, 0))
@@ -546,7 +555,11 @@ def plan_splits(
         costs.begin,
         costs.split,
         costs.turn,
-        costs.crowded,
+        1.0 if cut.sharing else costs.crowded,
+        cut.sharing,
+        cut.waiting,
+        cut.warps,
+        costs.uneven,
         MAX_SPLITS=decode.MAX_SPLITS,
         BLOCK_ROWS=block_rows,
         BLOCK_N=cut.block_n,
