@@ -37,7 +37,8 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
 - ``turned=0``: no heads are columns of attention's products.
 - ``teams=0``: 4-bit codes have no programs of several warp groups that share x.
 - ``chain=0``: no linears from one attention to the next are one launch; ``deals=0``: none
-  deals out tiles of gate and up; ``last=0``: those behind the last attention are launched apart.
+  of 8-bit floats deals out tiles of gate and up; ``last=0``: those behind the last attention are
+  launched apart.
 - ``at_once=0``: what follows attention is launched behind its products, with 1 at once.
 - ``coded=0``: norms and activations quantise no rows; ``scaled=0``: the rotation applies no scales.
 
@@ -212,10 +213,8 @@ def settings(text: str) -> Iterator[None]:
                     patch.object(attention, "leaves_room", lambda *_, v=values == "1", **__: v)
                 )
             elif key == "deals":
-                for name in ("chain", "chain.groups"):
-                    path = f"engine_core.kernels.linear.{name}.hopper.triton"
-                    kernel = importlib.import_module(path)
-                    stack.enter_context(patch.object(kernel, "_DEALS", values == "1"))
+                floats = importlib.import_module("engine_core.kernels.linear.chain.hopper.triton")
+                stack.enter_context(patch.object(floats, "_DEALS", values == "1"))
             elif key == "last" and values == "0":
                 apart: Callable[..., Any] = linears._declined_chain
 

@@ -678,10 +678,7 @@ EARLY_TILES = {
 }
 
 
-DEALING = (
-    *("chain", "chain-bias", "chain-codes", "chain-codes-zeros"),
-    *("chain-last", "chain-codes-last"),
-)
+DEALING = ("chain", "chain-bias", "chain-last")
 
 
 @pytest.mark.slow
