@@ -207,7 +207,7 @@ def test_the_tokens_of_a_plan_are_copied_once(temperature: float) -> None:
 
         scheduler.schedule = note  # type: ignore[method-assign]
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profile:
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             (output,) = llm.generate([prompt], params)
     assert [output.outputs[0].token_ids] == expected
     copies = [event.name for event in profile.events() if "Memcpy DtoH" in event.name]

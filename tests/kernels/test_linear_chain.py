@@ -41,6 +41,11 @@ def floats(weight: Tensor, device: str) -> Fp8Weight:
 def codes(weight: Tensor, device: str, scales: torch.dtype, *, has_zeros: bool) -> GroupWeight:
     """4 bits in groups of 128; zeros need not be codes, as of some checkpoints of GPTQ."""
     of_codes, of_scales, zeros = quantize_groups(weight.to(device), 4, 128)
+    if not has_zeros:
+        # Around 8, as such weights are: a part that all have in common would make what is left of
+        # large sums, and so each rounding, matter as no model's do.
+        off = of_codes.short() - zeros.short().repeat_interleave(128, 1)
+        of_codes = (off + 8).clamp(0, 15).to(torch.uint8)
     made = GroupWeight.of_codes(of_codes, of_scales.to(scales), 4, torch.bfloat16)
     points = (zeros.view(torch.int8).T + (zeros.T % 3 == 0)).to(torch.int8).contiguous()
     return replace(made, zeros=points if has_zeros else None)
