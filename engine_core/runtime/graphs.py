@@ -84,7 +84,9 @@ class Captured:
     """A captured step, and the tensors that it leaves its results in.
 
     Attributes:
-        graph: to be replayed.
+        graph: to be replayed. That of a decode step takes its rows from where they were put for the
+            step that began last: of another number of rows it would read elsewhere, and take
+            anything for the number of a row.
         logits: ``[rows, V]`` as the model gives them; None where nobody needs them; another capture
             may then use the memory.
         room: where it leaves the tokens that it chooses.
@@ -114,7 +116,7 @@ class GraphState:
         compiles: the kernels that are compiled beside; of one rank alone.
         coded: whether the cache keeps codes, of which attention that is not quick has kernels by
             the number of prompts and of their tokens.
-        max_repeat: how often a decode step is replayed before its tokens are sent.
+        max_repeat: how often a decode step is replayed, at most, before its tokens are sent.
         uncaptured: keys of the steps that could not be captured; they are not tried again.
         ahead: whether steps are captured before they are needed: until one could not be.
         since_capture: steps since the last capture; None before anybody captures ahead, as a server
@@ -671,10 +673,17 @@ class DecodeGraphs(_Graphs):
         for, not the logits of each.
         """
         assert self._standing is not None, "it has begun"
-        num_turns = len(captured.room.room)
+        bucket, num_turns = captured.room.rows, len(captured.room.room)
+        assert self._standing.bucket == bucket, (
+            f"a step of {self._standing.bucket} rows has begun, not one of {bucket}"
+        )
         while turns:
+            some = min(turns, num_turns) if chosen else 1
+            if self._turn + some > num_turns:
+                # One copy sends places that follow each other.
+                self._static[_places_of(bucket).turn] = -1
+                self._turn = 0
             first = self._turn
-            some = min(turns, num_turns - first) if chosen else 1
             for _ in range(some):
                 captured.graph.replay()
             turns -= some

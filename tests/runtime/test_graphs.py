@@ -14,6 +14,7 @@ import re
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -966,29 +967,47 @@ def test_turns_are_sent_together(device: Device, state: GraphState, choice: Choi
     assert len(set(tokens[:, 0].tolist())) > 1
 
 
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of the steps that rows and positions were sent to the device for."""
+    found, send = [], DecodeGraphs._send
+
+    def noted(self: DecodeGraphs, bucket: int, *given: Any) -> None:
+        found.append(bucket)
+        send(self, bucket, *given)
+
+    monkeypatch.setattr(DecodeGraphs, "_send", noted)
+    return found
+
+
+def plan_of(
+    graphs: DecodeGraphs,
+    numbers: list[int],
+    positions: list[int],
+    turns: int,
+    choice: Choice = Choice.GREEDY,
+) -> list[list[int]]:
+    """The tokens of each turn of a plan, whose turns are sent together if there is room for all."""
+    captured = graphs.begin(numbers, positions, choice)
+    assert captured is not None
+    found, copies = [], 0
+    for outputs in graphs.replays(captured, turns, len(numbers), chosen=True):
+        assert outputs.room is not None
+        tokens, _ = outputs.room.to_host(outputs.turn, outputs.turns)
+        found += tokens[:, : len(numbers)].tolist()
+        copies += 1
+    assert copies == -(-turns // len(captured.room.room))
+    return found
+
+
 def test_a_plan_that_goes_on_with_the_same_rows_sends_nothing(
-    device: Device, state: GraphState, monkeypatch: pytest.MonkeyPatch
+    device: Device, state: GraphState, sent: list[int]
 ) -> None:
     """Whatever else has rows that the device does not have at its place is sent."""
     graphs = DecodeGraphs(replace(state, max_repeat=4, logits_of=following, capturer=Replaying))
-    sent = []
-    send = graphs._send
-    monkeypatch.setattr(
-        graphs, "_send", lambda bucket, *given: (sent.append(bucket), send(bucket, *given))
-    )
-
-    def plan(numbers: list[int], positions: list[int], turns: int) -> list[list[int]]:
-        captured = graphs.begin(numbers, positions)
-        assert captured is not None
-        found = []
-        for outputs in graphs.replays(captured, turns, len(numbers), chosen=True):
-            assert outputs.room is not None
-            tokens, _ = outputs.room.to_host(outputs.turn, outputs.turns)
-            found += tokens[:, : len(numbers)].tolist()
-        return found
-
+    plan = partial(plan_of, graphs)
     assert len(plan([0, 1, 2], [5, 6, 7], 3)) == 3
-    # Turns 3, 0 and 1 of the room, and then 2.
+    # Turns 0 to 2 of the room anew, and then 3.
     first = plan([0, 1, 2], [8, 9, 10], 3)
     (next_tokens,) = plan([0, 1, 2], [11, 12, 13], 1)
     assert sent == [4]
@@ -1011,17 +1030,71 @@ def test_a_plan_that_goes_on_with_the_same_rows_sends_nothing(
     assert len(sent) == 6
     graphs.capture_next()
     plan([1, 0, 2, 3], [21, 22, 22, 23], 1)
+    assert len(sent) == 7
     captured = graphs.begin([1, 0, 2, 3], [22, 23, 23, 24])
     assert captured is not None
     captured.graph.replay()
-    plan([1, 0, 2, 3], [23, 24, 24, 25], 1)
+    assert len(sent) == 7
+    plan([1, 0, 2, 3], [22, 23, 23, 24], 1)
     assert len(sent) == 8
+
+
+def test_rows_that_go_on_in_a_step_of_more_are_sent(
+    device: Device, state: GraphState, sent: list[int]
+) -> None:
+    """As where the step of their number was not captured for another choice."""
+    shared = replace(state, logits_of=following, capturer=Replaying)
+    graphs = DecodeGraphs(shared)
+    assert graphs.begin(*rows(20), Choice.RANDOM) is not None
+    plan_of(graphs, [0, 1, 2], [5, 6, 7], 1)
+    shared.since_capture = 0
+    plan_of(graphs, [0, 1, 2], [6, 7, 8], 1, Choice.RANDOM)
+    assert sent == [20, 4, 20]
+    captured = graphs.begin([0, 1, 2], [7, 8, 9])
+    assert captured is not None
+    assert graphs.begin([0, 1, 2], [8, 9, 10], Choice.RANDOM) is not None
+    with pytest.raises(AssertionError, match="a step of 20 rows has begun, not one of 4"):
+        next(graphs.replays(captured, 1, 3, chosen=True))
+
+
+def test_arrays_of_a_plan_are_its_own(device: Device, state: GraphState, sent: list[int]) -> None:
+    graphs = DecodeGraphs(replace(state, max_repeat=4, logits_of=following, capturer=Replaying))
+    numbers, positions = np.array([2, 0]), np.array([5, 9])
+    for turn in range(3):
+        captured = graphs.begin(numbers, positions)
+        assert captured is not None
+        assert len([*graphs.replays(captured, 2, 2, chosen=True)]) == 1
+        assert (numbers.tolist(), positions.tolist()) == ([2, 0], [5 + 2 * turn, 9 + 2 * turn])
+        positions += 2
+    assert sent == [2]
+    numbers[:] = [0, 2]
+    assert graphs.begin(numbers, positions) is not None
+    assert sent == [2, 2]
+
+
+@pytest.mark.parametrize("max_repeat", [1, 3, 8])
+def test_plans_of_any_length_that_go_on_are_sent_together(
+    device: Device, state: GraphState, sent: list[int], max_repeat: int
+) -> None:
+    """Wherever in the room the first of their turns would be."""
+    shared = replace(state, max_repeat=max_repeat, logits_of=following, capturer=Replaying)
+    graphs = DecodeGraphs(shared)
+    draw, at, last = random.Random(max_repeat), [3, 40, 7], [0, 0, 0]
+    for _ in range(30):
+        turns = draw.choice([1, 2, 3, 8, 11])
+        found = plan_of(graphs, [4, 0, 9], at, turns)
+        assert len(found) == turns
+        for tokens in found:
+            last = [(3 * token + place + 1) % VOCAB for token, place in zip(last, at, strict=True)]
+            assert tokens == last
+            at = [place + 1 for place in at]
+    assert sent == [4]
 
 
 def test_turns_that_were_run_in_different_ways_go_together(
     device: Device, runner: ModelRunner
 ) -> None:
-    """The first in a step of prompts, whose rows are elsewhere, the others without a graph."""
+    """The first in a step of prompts, which has rows of padding, the others without a graph."""
     assert submit(runner) == (4,)
     shared = replace(state_of(device, ROWS), steps=runner._state, capturer=Replaying)
     shared.logits_of = lambda context, places: runner._forward(context, places)
