@@ -320,7 +320,9 @@ def times_in_turn(
     times: dict[str, list[float]] = {text: [] for text in captured}
     for _ in range(rounds):
         for text, step in captured.items():
-            graphs.begin(range(len(positions)), positions)
+            begun = graphs.begin(range(len(positions)), positions)
+            # A step of other rows would take anything for the number of a row.
+            assert begun.room.rows == step.room.rows, f"captured for {step.room.rows} rows: {text}"
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             step.graph.replay()
             begin.record()
