@@ -36,6 +36,10 @@ def check_part(op: Any, device: str = "cpu") -> None:
     got = op(ids, weight, 10)
     assert torch.equal(got[1:3], weight[[0, 2]])
     assert not got[[0, 3, 4, 5, 6]].any()
+    # The first rank's: others have ids behind its own alone.
+    got = op(torch.tensor([0, 2, 3, far], device=device), weight, 0)
+    assert torch.equal(got[:2], weight[[0, 2]])
+    assert not got[2:].any()
 
 
 def test_looks_up() -> None:
@@ -54,6 +58,16 @@ def test_an_id_without_a_row_is_an_error() -> None:
     for wrong in (-1, 3):
         with pytest.raises(IndexError):
             embed(torch.tensor([0, wrong]), torch.zeros(3, 4))
+
+
+def test_preconditions() -> None:
+    ids, weight = torch.tensor([0, 2]), torch.zeros(3, 4)
+    with pytest.raises(ValueError, match=r"weight must be \[R, H\], contiguous, got \(4, 3\)"):
+        embed(ids, weight.t())
+    with pytest.raises(ValueError, match=r"weight must be \[R, H\], contiguous, got \(4,\)"):
+        embed(ids, weight[0])
+    with pytest.raises(ValueError, match=r"ids must be int64 or int32, got torch\.float32"):
+        embed(ids.float(), weight)
 
 
 def test_the_kernel_reads_nothing_beside_the_matrix(launch_device: str) -> None:

@@ -129,5 +129,7 @@ def test_preconditions() -> None:
         choose_greedy(torch.zeros(5, 3), turns=Turns(tokens, status, None))
     with pytest.raises(ValueError, match=r"status of turns must be .* torch.int8"):
         choose_greedy(torch.zeros(4, 3), turns=Turns(tokens, tokens, None))
+    with pytest.raises(ValueError, match=r"tokens of turns must be .* strides \(1, 3\)"):
+        choose_greedy(torch.zeros(4, 3), turns=Turns(tokens.view(4, 3).t(), status, None))
     with pytest.raises(ValueError, match=r"turn must be \[1\] int64, got \(3, 4\) torch.int8"):
         choose_greedy(torch.zeros(4, 3), turns=Turns(tokens, status, status))

@@ -464,3 +464,8 @@ def test_preconditions() -> None:
     )
     with pytest.raises(ValueError, match=r"together, got only output_counts and seen_sizes"):
         call(state=replace(batch.state, adjustments=counted))
+    turns = Turns(torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3).to(torch.int8), None)
+    with pytest.raises(ValueError, match=r"sample_tokens: tokens of turns must be \(1, 2\)"):
+        sample_tokens(
+            batch.logits, batch.rows, batch.positions, batch.last_tokens, batch.state, turns=turns
+        )

@@ -17,6 +17,7 @@ from engine_core.nn import (
     load_stacked_weights,
     load_weight,
 )
+from engine_core.nn.distributed import rehearsing
 from engine_core.nn.loading import ShapeMismatchError, load_account, materialize
 from engine_core.step_context import BuildContext, building
 
@@ -105,6 +106,20 @@ def test_a_vocabulary_that_does_not_divide_is_padded() -> None:
         load_weight(embedding.weight, table)
         logits.append(F.linear(hidden, head.weight))
     torch.testing.assert_close(torch.cat(logits, -1)[:, :7], hidden @ table.T)
+
+
+def test_each_rank_looks_up_the_tokens_that_it_has() -> None:
+    """And gives zeros for others, so that the sum is that of all; 7 tokens are 4 and 3."""
+    table, ids = random(7, 4), torch.tensor([[0, 3, 4, 6, 3]])
+    parts = []
+    for context in ranks(2):
+        with building(context):
+            embedding = build_embedding(7, 4)
+        load_weight(embedding.weight, table)
+        with rehearsing():
+            parts.append(embedding(ids))
+    assert torch.equal(parts[0] + parts[1], table[ids])
+    assert not parts[0][:, 2:4].any()
 
 
 def test_a_tied_head_stays_tied_when_it_gets_memory() -> None:
