@@ -37,6 +37,7 @@ from engine_core.kernels import (
     CodedWeight,
     Fp8Weight,
     GroupWeight,
+    decode_inputs,
     has_activated_kernel,
     has_kernel,
     sample_tokens,
@@ -967,6 +968,29 @@ def test_turns_are_sent_together(device: Device, state: GraphState, choice: Choi
     assert len(set(tokens[:, 0].tolist())) > 1
 
 
+@pytest.mark.parametrize("max_rows", [20, 21])
+def test_what_decode_steps_read_and_write_is_aligned(
+    device: Device, max_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As tensors are for which kernels are compiled beforehand: for others they would be anew."""
+    shared = replace(state_of(device, max_rows), max_repeat=3, capturer=Replaying)
+    graphs, seen = DecodeGraphs(shared), []
+
+    def noted(rows: Tensor, positions: Tensor, *given: Any, turn: Tensor, **more: Any) -> Any:
+        seen.extend([rows, positions, turn])
+        return decode_inputs(rows, positions, *given, turn=turn, **more)
+
+    monkeypatch.setattr("engine_core.runtime.graphs.decode_inputs", noted)
+    for count in (1, 2, 3, max_rows):
+        captured = graphs.begin(*rows(count))
+        assert captured is not None
+        for each in captured.room.turns[:2]:
+            assert each.stride(0) % 16 == 0
+            seen.extend(each)
+    assert len(seen) >= 4 * (3 + 6)
+    assert [each.data_ptr() % 16 for each in seen] == [0] * len(seen)
+
+
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of the steps that rows and positions were sent to the device for."""
@@ -1113,6 +1137,26 @@ def test_turns_that_were_run_in_different_ways_go_together(
     (result,) = runner.submit(StepPlan(1, (row,), repeat=3)).result().rows
     assert result.token_ids == (5, 6, 7)
     assert [way is None for way in ways] == [False, True, True]
+
+
+def test_what_fails_on_the_host_is_told_of_its_own_row(device: Device, runner: ModelRunner) -> None:
+    """Of the first row nothing is chosen, so that the others are elsewhere among the results."""
+
+    def fail(output: list[int], logits: Tensor) -> Tensor:
+        raise KeyError("lost")
+
+    prompt, plain = array("q", [1, 2]), SamplingParams(temperature=0.0, seed=0)
+    failing = plain.replace(logits_processors=[fail])
+    admitted, rows = [], []
+    for row, params in enumerate((plain, plain, failing)):
+        admitted.append(Admission(str(row), row, prompt, 2, params, ProcessedPrompt(prompt)))
+        rows.append(PlanRow(str(row), row, 0, 2 - (row == 0), ((row + 1,),), sample=row > 0))
+    result = runner.submit(StepPlan(0, tuple(rows), admitted=tuple(admitted))).result()
+    assert [row.token_ids for row in result.rows] == [(), (3,), ()]
+    errors = [row.error for row in result.rows]
+    assert errors[:2] == [None, None]
+    assert errors[2] is not None
+    assert "fail failed: KeyError: 'lost'" in errors[2].message
 
 
 class Coming(Compiles):
