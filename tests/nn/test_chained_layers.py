@@ -139,19 +139,31 @@ def test_a_layer_leaves_its_rest_to_the_next_one() -> None:
 
 
 @pytest.mark.usefixtures("_chains_on_cpu")
-def test_attention_hears_of_the_chain_that_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a family's own attention, which may not know the word, of none where there is none."""
+def test_attention_hears_of_the_chain_that_follows() -> None:
+    """But a family's own, which may not know the word."""
     made, heard = layers(), []
 
-    def attend(inner: Any, *args: Any, **options: Any) -> Tensor:
-        heard.append(options)
-        return inner(*args, **options)
+    def attend(inner: Any, *args: Any, chained: bool = False) -> Tensor:
+        heard.append(chained)
+        return inner(*args, chained=chained)
 
     for layer in made:
         own = layer.self_attn.attend
-        monkeypatch.setattr(own, "attend", partial(attend, own.attend))
-    steps(made)
-    assert heard == [{"chained": True}, {"chained": True}, {}] * TOKENS
+        vars(own)["attend"] = partial(attend, own.attend)
+    given, streams, _ = steps(made)
+    assert [type(each) for each in given] == [Attended, Attended, Tensor]
+    assert heard == [True, True, False] * TOKENS
+
+    def old(inner: Any, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
+        return inner(q, k, v, metadata)
+
+    made = layers()
+    for layer in made:
+        own = layer.self_attn.attend
+        vars(own)["attend"] = partial(old, own.attend)
+    given, same, _ = steps(made)
+    assert [type(each) for each in given] == [Attended, Attended, Tensor]
+    assert all(torch.equal(a, b) for a, b in zip(streams, same, strict=True))
 
 
 @pytest.mark.usefixtures("_chains_on_cpu")
