@@ -78,15 +78,17 @@ def test_the_bound_leaves_what_a_loop_needs() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rows_have_room_for_splits(shape: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("size", [1, 2])
+def test_rows_have_room_for_splits(size: int, shape: tuple[int, int, int]) -> None:
     """Few rows for half as many as the device holds at a time, and many for a few.
 
-    Some for all of them, or for half if heads are rows, whose programs without one take more time.
-    Few and some for three programs of a multiprocessor, if it has room for them.
+    Some for all of them, or for two thirds over codes and half if heads are rows of numbers: there
+    programs without one take more time. Few and some for three programs of a multiprocessor, if it
+    has room for them.
     """
     heads, kv_heads, _ = shape
     for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 1000):
-        cut = launch(rows, *shape)
+        cut = launch(rows, *shape, size)
         head_tiles = kv_heads * -(-heads // kv_heads // cut.block_g)
         programs = rows * head_tiles
         few = rows + min(rows // 2, 64)
@@ -95,7 +97,7 @@ def test_rows_have_room_for_splits(shape: tuple[int, int, int]) -> None:
             assert cut.items == max(few, int(cut.held / 2), three)
             assert launch(rows, *shape, 4).items * programs >= 0.9 * rows * H200
         elif rows <= cut.held:
-            part = 1 if cut.block_g < 16 else 0.5
+            part = 2 / 3 if size == 1 else 1 if cut.block_g < 16 else 0.5
             assert cut.items == max(rows * 3 // 2, int(part * cut.held), three)
         else:
             assert cut.items == few
@@ -178,13 +180,14 @@ def test_the_kernel_launches_the_next_before_its_wait_or_behind_its_products(
     script = Path(__file__).with_name("early_attention.py")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = forkserver.run(
-        [sys.executable, str(script), "24", "32"],
+        [sys.executable, str(script), "24", "32", "1-codes", "1-codes-chained", "1-chained"],
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.stdout.splitlines() == ["24 last 1", "32 first 1"], done.stderr
+    expected = ["24 last 1", "32 first 1", "1-codes last 1", "1-codes-chained first 1"]
+    assert done.stdout.splitlines() == [*expected, "1-chained last 1"], done.stderr
 
 
 def test_a_launch_is_of_powers_of_2() -> None:
