@@ -202,6 +202,7 @@ def test_tiles_in_flight_follow_from_the_programs_of_rows() -> None:
     """Of codes of 128 four stages for a program a multiprocessor, of numbers for 4 that have room.
 
     Heads in two parts have room for more than 4, and wide ones for fewer unless tiles are short.
+    Over codes heads as rows, and over numbers more than 16 of them, take no fourth stage.
     """
 
     def stages(rows: int, heads: int, kv_heads: int, dim: int = 128, size: int = 2) -> int:
@@ -212,6 +213,9 @@ def test_tiles_in_flight_follow_from_the_programs_of_rows() -> None:
     for heads in (28, 64):
         assert [stages(rows, heads, 4) for rows in (1, 99, 100, 132, 133)] == [3, 3, 4, 4, 3]
     assert decode.launch(132, 16, 4, 128, 128, 2, H200, (16, 16)).num_stages == 3
+    assert [stages(rows, 64, 4, size=1) for rows in (1, 33)] == [3, 3]
+    assert [stages(rows, 128, 4) for rows in (100, 132)] == [3, 3]
+    assert [launch(rows, 32, 1, 256).block_n for rows in (1, 400)] == [32, 32]
     wide = [launch(rows, 16, 8, 256) for rows in (1, 49, 50, 256)]
     assert [(cut.block_n, round(cut.held * 8 / H200)) for cut in wide] == [
         (32, 3), (32, 3), (16, 5), (16, 5)

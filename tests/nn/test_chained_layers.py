@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -50,14 +50,19 @@ class KeptCodes(Fp8LinearMethod):
         return Fp8Weight.quantized(weight)
 
 
-def layers(count: int = 3, **options: Any) -> list[DecoderLayer]:
+def layers(
+    count: int = 3,
+    mlp: type[GatedMLP] = GatedMLP,
+    norms: Callable[[], RMSNorm] = lambda: RMSNorm(HIDDEN, 1e-5),
+    **options: Any,
+) -> list[DecoderLayer]:
     """Linked layers of random numbers in 8-bit floats."""
     with building(BuildContext(dtype=torch.bfloat16, device=torch.device("cpu"))):
         made = [
             DecoderLayer(
                 SelfAttention(HIDDEN, HEADS, KV_HEADS, HEAD_DIM, qkv_bias=True),
-                GatedMLP(HIDDEN, INTERMEDIATE),
-                lambda: RMSNorm(HIDDEN, 1e-5),
+                mlp(HIDDEN, INTERMEDIATE),
+                norms,
                 **options,
             )
             for _ in range(count)
@@ -233,6 +238,50 @@ def test_the_last_layers_rest_is_one_operation_to_the_final_norm(count: int) -> 
         assert got.shape == one.shape == want.shape == (1, 1, HIDDEN)
         assert (got - want).norm() < 0.02 * want.norm()
         assert (one - want).norm() < 0.02 * want.norm()
+
+
+@pytest.mark.usefixtures("_chains_on_cpu")
+def test_norms_of_a_chain_are_as_they_are_apart() -> None:
+    """Their offset and eps are taken, each by itself."""
+
+    def own(number: int) -> RMSNorm:
+        return RMSNorm(HIDDEN, float(number) ** 2, offset=float(number))
+
+    def made() -> Decoder:
+        numbers = iter(range(1, 9))
+        with building(BuildContext(dtype=torch.bfloat16, device=torch.device("cpu"))):
+            final = own(9)
+        final.weight.data.fill_(-1.0)
+        return decoder(final, norms=lambda: own(next(numbers)))
+
+    found, given = states(made())
+    assert given == [PreNormed] * TOKENS
+    apart = made()
+    for part in (*apart.layers, apart.norm):
+        part.register_forward_hook(lambda *_: None)
+    plain, each = states(apart)
+    assert each == [Tensor] * TOKENS
+    for got, want in zip(found, plain, strict=True):
+        assert (got - want).norm() < 0.02 * want.norm()
+
+
+class Own(GatedMLP):
+    """A family's own feed-forward."""
+
+    def forward(self, x: Any, *then: Any) -> Any:
+        halved: Any = x / 2 if isinstance(x, Tensor) else x
+        return super().forward(halved, *then)
+
+
+@pytest.mark.usefixtures("_chains_on_cpu")
+def test_a_familys_own_feed_forward_is_run() -> None:
+    found, given = states(decoder(mlp=Own))
+    assert given == [Tensor] * TOKENS
+    watched = decoder(mlp=Own)
+    for layer in watched.layers:
+        layer.register_forward_hook(lambda *_: None)
+    for got, want in zip(found, states(watched)[0], strict=True):
+        assert (got - want).norm() < 0.02 * want.norm()
 
 
 @pytest.mark.usefixtures("_chains_on_cpu")
