@@ -134,6 +134,10 @@ def test_costs_are_of_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert shared == [0, 0, 0]
     assert launch(1, 64, 4, 128).sharing == launch(1, 16, 8, 256).sharing == costs.sharing
+    # Of float32 and of latent vectors a multiprocessor has one program.
+    assert launch(1, 64, 4, 128, 4).sharing == 0
+    latent = decode.Tile(32, 8, 2)
+    assert decode.cut(latent, 1, 128, 1, 512, 512, (576, 0), 2, H200, 64).sharing == 0
     # Warps of codes wait for each other: 8 programs of one, or 3 of four, have four schedulers.
     codes = [launch(1, 32, 8, 128, 1), launch(1, 16, 1, 256, 1)]
     assert [(cut.waiting, cut.warps) for cut in codes] == [(costs.waiting, 2), (costs.waiting, 3)]
