@@ -716,8 +716,11 @@ def agree(model: nn.Module, device: torch.device) -> None:
     needs no launch of its own. Of the models of a process one at a time has chains on a device.
     """
     gpu = gpu_of(device)
+    parts = set(model.modules())
     for module in model.modules():
         if isinstance(module, DecoderLayer):
+            # Another may have taken the place of the final norm since the layer was told of it.
+            module._final = tuple(norm for norm in module._final if norm in parts)
             module.join(gpu, settled=True)
         elif isinstance(module, Branch):
             module.settle(gpu)

@@ -293,6 +293,19 @@ def test_a_hook_on_the_final_norm_sees_what_it_makes() -> None:
     assert all(torch.equal(got, own) for got, own in zip(found, seen, strict=True))
 
 
+@pytest.mark.usefixtures("_chains_on_cpu")
+def test_a_norm_that_took_the_final_ones_place_is_run() -> None:
+    made = decoder()
+    with building(BuildContext(dtype=torch.bfloat16, device=torch.device("cpu"))):
+        made.norm = RMSNorm(HIDDEN, 1e-5)
+    made.norm.weight.data.fill_(3.0)
+    found, _ = states(made)
+    for part in (*made.layers, made.norm):
+        part.register_forward_hook(lambda *_: None)
+    for got, want in zip(found, states(made)[0], strict=True):
+        assert (got - want).norm() < 0.02 * want.norm()
+
+
 class Halved(RMSNorm):
     """A family's own norm."""
 
