@@ -672,8 +672,8 @@ def link_layers(layers: Iterable[nn.Module], final: nn.Module | None = None) -> 
             layer._next = (following,)
             layer._joints = layer.chained = None
     for layer in linked[-1:]:
-        if _runs_as_decoder_layer(layer) and isinstance(final, RMSNorm):
-            layer._final = (final,)
+        if _runs_as_decoder_layer(layer):
+            layer._final = (final,) if isinstance(final, RMSNorm) else ()
             layer._joints = layer.chained = None
 
 

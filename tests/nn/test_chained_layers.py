@@ -306,6 +306,18 @@ def test_a_norm_that_took_the_final_ones_place_is_run() -> None:
         assert (got - want).norm() < 0.02 * want.norm()
 
 
+@pytest.mark.usefixtures("_chains_on_cpu")
+def test_a_caller_that_does_not_look_is_given_no_final_norm() -> None:
+    """Whoever linked the layers before."""
+    made, again = decoder(), decoder()
+    link_layers(made.layers)
+    assert states(made)[1] == [Tensor] * TOKENS
+    link_layers(again.layers)
+    link_layers(again.layers, again.norm)
+    del made
+    assert states(again)[1] == [PreNormed] * TOKENS
+
+
 class Halved(RMSNorm):
     """A family's own norm."""
 
