@@ -650,21 +650,22 @@ def test_chains_are_listed_but_for_stages_and_ranks(tmp_path: Path) -> None:
     more = {"num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 3}
     (tmp_path / "config.json").write_text(json.dumps(config | sizes | more))
 
-    def chains(**options: Any) -> list[tuple[str, str, str]]:
+    def chains(**options: Any) -> list[tuple[str, str, str, str]]:
         settings = EngineConfig(
             skip_tokenizer_init=True, dtype="bfloat16", quantization="fp8", **options
         )
         report = check_model(tmp_path, settings, gpu="H200", list_fusions=True)
         assert report.fusions
         return [
-            (fusion.layers, fusion.linear, fusion.rows)
+            (fusion.layers, fusion.linear, fusion.epilogue, fusion.rows)
             for fusion in report.fusions
             if " to the " in fusion.linear
         ]
 
+    all_that_follows = "feed-forward, norms and the next queries, keys and values"
     assert chains() == [
-        ("model.layers.0-1", "self_attn.o_proj to the next linear", "1"),
-        ("model.layers.2", "self_attn.o_proj to the final norm", "1"),
+        ("model.layers.0-1", "self_attn.o_proj to the next linear", all_that_follows, "1"),
+        ("model.layers.2", "self_attn.o_proj to the final norm", "feed-forward and norms", "1"),
     ]
     assert chains(tensor_parallel_size=2) == chains(pipeline_parallel_size=2) == []
     assert chains(deterministic=True) == []
