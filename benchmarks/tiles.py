@@ -38,7 +38,7 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
 - ``teams=0``: 4-bit codes have no programs of several warp groups that share x.
 - ``chain=0``: no linears from one attention to the next are one launch; ``deals=0``: none
   of 8-bit floats deals out tiles of gate and up; ``last=0``: those behind the last attention are
-  launched apart.
+  launched apart; ``shared=196``: a program in 8-bit floats takes so many KiB of shared memory.
 - ``at_once=0``: what follows attention is launched behind its products, with 1 at once.
 - ``coded=0``: norms and activations quantise no rows; ``scaled=0``: the rotation applies no scales.
 
@@ -215,6 +215,9 @@ def settings(text: str) -> Iterator[None]:
             elif key == "deals":
                 floats = importlib.import_module("engine_core.kernels.linear.chain.hopper.triton")
                 stack.enter_context(patch.object(floats, "_DEALS", values == "1"))
+            elif key == "shared":
+                floats = importlib.import_module("engine_core.kernels.linear.chain.hopper.triton")
+                stack.enter_context(patch.object(floats, "_MOST_SHARED", int(values) << 10))
             elif key == "last" and values == "0":
                 apart: Callable[..., Any] = linears._declined_chain
 

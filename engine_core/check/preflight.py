@@ -65,6 +65,7 @@ from engine_core.errors import (
 from engine_core.inputs import MediaLimit, check_media_options
 from engine_core.kernels import GPU, gpu_of
 from engine_core.nn.attention import cache_specs
+from engine_core.nn.blocks import DecoderLayer
 from engine_core.nn.fusions import fusions
 from engine_core.nn.linear import Linear, UnquantizedLinearMethod
 from engine_core.nn.loading import LoadAccount
@@ -655,6 +656,11 @@ class _Check:
             gpu = GPU.of_capability(self.gpu.capability)
         elif self.device is not None:
             gpu = gpu_of(self.device)
+        if self.config.pipeline_parallel_size > 1:
+            for layer in self.network.modules():
+                if isinstance(layer, DecoderLayer):
+                    # Those of stages have no chains, and the network is one that is not cut.
+                    layer.may_chain = False
         self.fusions = tuple(
             FusionInfo(**dataclasses.asdict(fusion))
             for fusion in fusions(self.network, gpu, getattr(torch, self.dtype))

@@ -353,6 +353,8 @@ class DecoderLayer(Module):
         self._joints: tuple[_Joint, _Joint | None] | None = None
         self.chained: Chained | None = None
         self.may_chain = True
+        # Whether the attention is told that a chain follows: a family's own need not know the word.
+        self._tells = False
 
     def forward(
         self,
@@ -378,8 +380,7 @@ class DecoderLayer(Module):
         if isinstance(x, Attended) or self._chains(x):
             queries, residual = self._queries(x, residual, cos_sin, cache, attn_metadata)
             chained = self.chained if self._chains(residual) else None
-            # A family's own attention need not know of chains.
-            options = {} if chained is None else {"chained": True}
+            options = {} if chained is None or not self._tells else {"chained": True}
             heads = attention.attend.attend(queries, *cache[:2], attn_metadata, **options)
             heads = heads.flatten(1).unsqueeze(0)
             branch, inputs = attention.ends()[2], (heads,)
@@ -502,6 +503,8 @@ class DecoderLayer(Module):
             project = attention.ends()[2]
             if not _ever_fuses(project, chain, gpu):
                 chain = None
+            attend = attention.attend.attend
+            self._tells = "chained" in inspect.signature(attend).parameters
         self.chained = chain
         return self._joints
 
@@ -669,8 +672,8 @@ def link_layers(layers: Iterable[nn.Module], final: nn.Module | None = None) -> 
             layer._next = (following,)
             layer._joints = layer.chained = None
     for layer in linked[-1:]:
-        if _runs_as_decoder_layer(layer) and isinstance(final, RMSNorm):
-            layer._final = (final,)
+        if _runs_as_decoder_layer(layer):
+            layer._final = (final,) if isinstance(final, RMSNorm) else ()
             layer._joints = layer.chained = None
 
 
@@ -713,8 +716,11 @@ def agree(model: nn.Module, device: torch.device) -> None:
     needs no launch of its own. Of the models of a process one at a time has chains on a device.
     """
     gpu = gpu_of(device)
+    parts = set(model.modules())
     for module in model.modules():
         if isinstance(module, DecoderLayer):
+            # Another may have taken the place of the final norm since the layer was told of it.
+            module._final = tuple(norm for norm in module._final if norm in parts)
             module.join(gpu, settled=True)
         elif isinstance(module, Branch):
             module.settle(gpu)

@@ -207,7 +207,7 @@ def of_each_stage(model: nn.Module, stages: int, measure: Callable[[nn.Module], 
         values.append(measure(model))
         decoder.layers, decoder.embed_tokens, decoder.norm, whole.lm_head = kept
         decoder.cut(range(len(decoder.layers)), None)
-        link_layers(decoder.layers)
+        link_layers(decoder.layers, decoder.norm)
     return values
 
 

@@ -644,6 +644,33 @@ def test_wrong_usage(model: Model, arguments: list[str], message: str) -> None:
     assert message in " ".join(result.stderr.split())
 
 
+def test_chains_are_listed_but_for_stages_and_ranks(tmp_path: Path) -> None:
+    config = json.loads((GOLDEN / "llama-gqa/config.json").read_text())
+    sizes = {"hidden_size": 2048, "intermediate_size": 12288, "num_attention_heads": 16}
+    more = {"num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config | sizes | more))
+
+    def chains(**options: Any) -> list[tuple[str, str, str, str]]:
+        settings = EngineConfig(
+            skip_tokenizer_init=True, dtype="bfloat16", quantization="fp8", **options
+        )
+        report = check_model(tmp_path, settings, gpu="H200", list_fusions=True)
+        assert report.fusions
+        return [
+            (fusion.layers, fusion.linear, fusion.epilogue, fusion.rows)
+            for fusion in report.fusions
+            if " to the " in fusion.linear
+        ]
+
+    all_that_follows = "feed-forward, norms and the next queries, keys and values"
+    assert chains() == [
+        ("model.layers.0-1", "self_attn.o_proj to the next linear", all_that_follows, "1"),
+        ("model.layers.2", "self_attn.o_proj to the final norm", "feed-forward and norms", "1"),
+    ]
+    assert chains(tensor_parallel_size=2) == chains(pipeline_parallel_size=2) == []
+    assert chains(deterministic=True) == []
+
+
 def test_fusions_are_listed_for_a_named_gpu() -> None:
     settings = EngineConfig(skip_tokenizer_init=True, dtype="bfloat16")
     report = check_model(GOLDEN / "qwen3-tiny", settings, gpu="H200", list_fusions=True)

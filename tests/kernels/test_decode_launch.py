@@ -78,15 +78,17 @@ def test_the_bound_leaves_what_a_loop_needs() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rows_have_room_for_splits(shape: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("size", [1, 2])
+def test_rows_have_room_for_splits(size: int, shape: tuple[int, int, int]) -> None:
     """Few rows for half as many as the device holds at a time, and many for a few.
 
-    Some for all of them, or for half if heads are rows, whose programs without one take more time.
-    Few and some for three programs of a multiprocessor, if it has room for them.
+    Some for all of them, or for two thirds over codes and half if heads are rows of numbers: there
+    programs without one take more time. Few and some for three programs of a multiprocessor, if it
+    has room for them.
     """
     heads, kv_heads, _ = shape
     for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 1000):
-        cut = launch(rows, *shape)
+        cut = launch(rows, *shape, size)
         head_tiles = kv_heads * -(-heads // kv_heads // cut.block_g)
         programs = rows * head_tiles
         few = rows + min(rows // 2, 64)
@@ -95,7 +97,7 @@ def test_rows_have_room_for_splits(shape: tuple[int, int, int]) -> None:
             assert cut.items == max(few, int(cut.held / 2), three)
             assert launch(rows, *shape, 4).items * programs >= 0.9 * rows * H200
         elif rows <= cut.held:
-            part = 1 if cut.block_g < 16 else 0.5
+            part = 2 / 3 if size == 1 else 1 if cut.block_g < 16 else 0.5
             assert cut.items == max(rows * 3 // 2, int(part * cut.held), three)
         else:
             assert cut.items == few
@@ -132,6 +134,10 @@ def test_costs_are_of_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert shared == [0, 0, 0]
     assert launch(1, 64, 4, 128).sharing == launch(1, 16, 8, 256).sharing == costs.sharing
+    # Of float32 and of latent vectors a multiprocessor has one program.
+    assert launch(1, 64, 4, 128, 4).sharing == 0
+    latent = decode.Tile(32, 8, 2)
+    assert decode.cut(latent, 1, 128, 1, 512, 512, (576, 0), 2, H200, 64).sharing == 0
     # Warps of codes wait for each other: 8 programs of one, or 3 of four, have four schedulers.
     codes = [launch(1, 32, 8, 128, 1), launch(1, 16, 1, 256, 1)]
     assert [(cut.waiting, cut.warps) for cut in codes] == [(costs.waiting, 2), (costs.waiting, 3)]
@@ -178,13 +184,14 @@ def test_the_kernel_launches_the_next_before_its_wait_or_behind_its_products(
     script = Path(__file__).with_name("early_attention.py")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = forkserver.run(
-        [sys.executable, str(script), "24", "32"],
+        [sys.executable, str(script), "24", "32", "1-codes", "1-codes-chained", "1-chained"],
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.stdout.splitlines() == ["24 last 1", "32 first 1"], done.stderr
+    expected = ["24 last 1", "32 first 1", "1-codes last 1", "1-codes-chained first 1"]
+    assert done.stdout.splitlines() == [*expected, "1-chained last 1"], done.stderr
 
 
 def test_a_launch_is_of_powers_of_2() -> None:
@@ -199,6 +206,7 @@ def test_tiles_in_flight_follow_from_the_programs_of_rows() -> None:
     """Of codes of 128 four stages for a program a multiprocessor, of numbers for 4 that have room.
 
     Heads in two parts have room for more than 4, and wide ones for fewer unless tiles are short.
+    Over codes heads as rows, and over numbers more than 16 of them, take no fourth stage.
     """
 
     def stages(rows: int, heads: int, kv_heads: int, dim: int = 128, size: int = 2) -> int:
@@ -209,6 +217,9 @@ def test_tiles_in_flight_follow_from_the_programs_of_rows() -> None:
     for heads in (28, 64):
         assert [stages(rows, heads, 4) for rows in (1, 99, 100, 132, 133)] == [3, 3, 4, 4, 3]
     assert decode.launch(132, 16, 4, 128, 128, 2, H200, (16, 16)).num_stages == 3
+    assert [stages(rows, 64, 4, size=1) for rows in (1, 33)] == [3, 3]
+    assert [stages(rows, 128, 4) for rows in (100, 132)] == [3, 3]
+    assert [launch(rows, 32, 1, 256).block_n for rows in (1, 400)] == [32, 32]
     wide = [launch(rows, 16, 8, 256) for rows in (1, 49, 50, 256)]
     assert [(cut.block_n, round(cut.held * 8 / H200)) for cut in wide] == [
         (32, 3), (32, 3), (16, 5), (16, 5)

@@ -85,3 +85,18 @@ def test_times_between_those_that_were_taken() -> None:
     assert time_of(18) == 10.0
     assert time_of(32) is None
     assert time_of(8, num_warps=8) is None
+
+
+def test_the_same_launch_of_other_costs_took_the_same() -> None:
+    """Programs without a split are a part of it; and it is the same kernel."""
+    point = Point.named("32/8/128 1x4000")
+    launch = decode_search.chosen(point)._replace(pieces=64)
+    timed = {launch._replace(items=items): float(items) for items in (16, 66, 40)}
+    for change in ({"sharing": 0.5}, {"waiting": 0.5}, {"warps": 9.0}, {"held": 7.0}):
+        other = launch._replace(**change)
+        assert decode_search.compiled_for(other) == decode_search.compiled_for(launch)
+        for items in (16, 66, 40):
+            assert decode_search.time_of(point, other._replace(items=items), timed) == items
+    assert decode_search.compiled_for(launch._replace(registers=96)) != (
+        decode_search.compiled_for(launch)
+    )

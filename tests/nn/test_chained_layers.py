@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -50,14 +50,19 @@ class KeptCodes(Fp8LinearMethod):
         return Fp8Weight.quantized(weight)
 
 
-def layers(count: int = 3, **options: Any) -> list[DecoderLayer]:
+def layers(
+    count: int = 3,
+    mlp: type[GatedMLP] = GatedMLP,
+    norms: Callable[[], RMSNorm] = lambda: RMSNorm(HIDDEN, 1e-5),
+    **options: Any,
+) -> list[DecoderLayer]:
     """Linked layers of random numbers in 8-bit floats."""
     with building(BuildContext(dtype=torch.bfloat16, device=torch.device("cpu"))):
         made = [
             DecoderLayer(
                 SelfAttention(HIDDEN, HEADS, KV_HEADS, HEAD_DIM, qkv_bias=True),
-                GatedMLP(HIDDEN, INTERMEDIATE),
-                lambda: RMSNorm(HIDDEN, 1e-5),
+                mlp(HIDDEN, INTERMEDIATE),
+                norms,
                 **options,
             )
             for _ in range(count)
@@ -139,19 +144,31 @@ def test_a_layer_leaves_its_rest_to_the_next_one() -> None:
 
 
 @pytest.mark.usefixtures("_chains_on_cpu")
-def test_attention_hears_of_the_chain_that_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a family's own attention, which may not know the word, of none where there is none."""
+def test_attention_hears_of_the_chain_that_follows() -> None:
+    """But a family's own, which may not know the word."""
     made, heard = layers(), []
 
-    def attend(inner: Any, *args: Any, **options: Any) -> Tensor:
-        heard.append(options)
-        return inner(*args, **options)
+    def attend(inner: Any, *args: Any, chained: bool = False) -> Tensor:
+        heard.append(chained)
+        return inner(*args, chained=chained)
 
     for layer in made:
         own = layer.self_attn.attend
-        monkeypatch.setattr(own, "attend", partial(attend, own.attend))
-    steps(made)
-    assert heard == [{"chained": True}, {"chained": True}, {}] * TOKENS
+        vars(own)["attend"] = partial(attend, own.attend)
+    given, streams, _ = steps(made)
+    assert [type(each) for each in given] == [Attended, Attended, Tensor]
+    assert heard == [True, True, False] * TOKENS
+
+    def old(inner: Any, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
+        return inner(q, k, v, metadata)
+
+    made = layers()
+    for layer in made:
+        own = layer.self_attn.attend
+        vars(own)["attend"] = partial(old, own.attend)
+    given, same, _ = steps(made)
+    assert [type(each) for each in given] == [Attended, Attended, Tensor]
+    assert all(torch.equal(a, b) for a, b in zip(streams, same, strict=True))
 
 
 @pytest.mark.usefixtures("_chains_on_cpu")
@@ -224,12 +241,81 @@ def test_the_last_layers_rest_is_one_operation_to_the_final_norm(count: int) -> 
 
 
 @pytest.mark.usefixtures("_chains_on_cpu")
+def test_norms_of_a_chain_are_as_they_are_apart() -> None:
+    """Their offset and eps are taken, each by itself."""
+
+    def own(number: int) -> RMSNorm:
+        return RMSNorm(HIDDEN, float(number) ** 2, offset=float(number))
+
+    def made() -> Decoder:
+        numbers = iter(range(1, 9))
+        with building(BuildContext(dtype=torch.bfloat16, device=torch.device("cpu"))):
+            final = own(9)
+        final.weight.data.fill_(-1.0)
+        return decoder(final, norms=lambda: own(next(numbers)))
+
+    found, given = states(made())
+    assert given == [PreNormed] * TOKENS
+    apart = made()
+    for part in (*apart.layers, apart.norm):
+        part.register_forward_hook(lambda *_: None)
+    plain, each = states(apart)
+    assert each == [Tensor] * TOKENS
+    for got, want in zip(found, plain, strict=True):
+        assert (got - want).norm() < 0.02 * want.norm()
+
+
+class Own(GatedMLP):
+    """A family's own feed-forward."""
+
+    def forward(self, x: Any, *then: Any) -> Any:
+        halved: Any = x / 2 if isinstance(x, Tensor) else x
+        return super().forward(halved, *then)
+
+
+@pytest.mark.usefixtures("_chains_on_cpu")
+def test_a_familys_own_feed_forward_is_run() -> None:
+    found, given = states(decoder(mlp=Own))
+    assert given == [Tensor] * TOKENS
+    watched = decoder(mlp=Own)
+    for layer in watched.layers:
+        layer.register_forward_hook(lambda *_: None)
+    for got, want in zip(found, states(watched)[0], strict=True):
+        assert (got - want).norm() < 0.02 * want.norm()
+
+
+@pytest.mark.usefixtures("_chains_on_cpu")
 def test_a_hook_on_the_final_norm_sees_what_it_makes() -> None:
     made, seen = decoder(), []
     made.norm.register_forward_hook(lambda module, args, out: seen.append(out[0]))
     found, given = states(made)
     assert given == [Tensor] * TOKENS
     assert all(torch.equal(got, own) for got, own in zip(found, seen, strict=True))
+
+
+@pytest.mark.usefixtures("_chains_on_cpu")
+def test_a_norm_that_took_the_final_ones_place_is_run() -> None:
+    made = decoder()
+    with building(BuildContext(dtype=torch.bfloat16, device=torch.device("cpu"))):
+        made.norm = RMSNorm(HIDDEN, 1e-5)
+    made.norm.weight.data.fill_(3.0)
+    found, _ = states(made)
+    for part in (*made.layers, made.norm):
+        part.register_forward_hook(lambda *_: None)
+    for got, want in zip(found, states(made)[0], strict=True):
+        assert (got - want).norm() < 0.02 * want.norm()
+
+
+@pytest.mark.usefixtures("_chains_on_cpu")
+def test_a_caller_that_does_not_look_is_given_no_final_norm() -> None:
+    """Whoever linked the layers before."""
+    made, again = decoder(), decoder()
+    link_layers(made.layers)
+    assert states(made)[1] == [Tensor] * TOKENS
+    link_layers(again.layers)
+    link_layers(again.layers, again.norm)
+    del made
+    assert states(again)[1] == [PreNormed] * TOKENS
 
 
 class Halved(RMSNorm):

@@ -31,7 +31,8 @@ class Costs(NamedTuple):
         code: of a tile of codes.
         bandwidth: bytes the device reads in one.
         crowded: times as long if more than half of the room is taken and programs find no split.
-        sharing: heads as rows of numbers take that part longer if all room is taken, instead.
+        sharing: heads as rows of numbers take that part longer if all room is taken, instead, where
+            three programs or more share a multiprocessor.
         waiting: a tile of codes takes that part longer for each other warp of its scheduler.
         uneven: warps that some schedulers have beyond the mean.
     """
@@ -246,12 +247,15 @@ def cut(
     work += H200.exchange * (tile.num_warps > 1)
     work += H200.rows * (not turned) + H200.code * (number_bytes == 1)
     splits, heads = merging(bound, tile.num_warps, block_dv, group_size, block_g)
+    # Measured where 3 to 9 have room. One or two programs share too little, as latent attention's,
+    # those of float32 and of heads of 512 do.
+    shares = resident > 2 and not turned and number_bytes > 1
     return Launch(
         block_g, *tile, splits, heads, bound, items, held,
         -(-min(group_size, block_g) // heads),
         max(work, H200.latency / (tile.num_stages - 1)),
         1024 * kilobytes * kv_heads / H200.bandwidth,
-        sharing=0.0 if turned or number_bytes == 1 else H200.sharing,
+        sharing=H200.sharing if shares else 0.0,
         waiting=H200.waiting if number_bytes == 1 else 0.0,
         warps=resident * tile.num_warps / _SCHEDULERS,
     )  # fmt: skip

@@ -2,12 +2,14 @@
 
 Programmatic dependent launch: a kernel is launched while the one before it still runs. Before it
 waits, it must not touch anything that an earlier kernel writes. Nor may it write anything that an
-earlier kernel reads. Most kernels here let their successor launch at once: a chain of small kernels
-then waits on the device, instead of being launched one after another. A dependent kernel in a CUDA
-graph on an H200 takes 0.60 us then, not 0.88. Each waits for the whole of the kernel before, and
-that one waited too, so earlier kernels are complete as well. If a kernel lets its successor launch
-only after it waited itself, the successor may read data from before that kernel without waiting.
-Behind decode attention none may, which does either, by the number of its rows.
+earlier kernel reads. Chains of linears alone count tiles before they wait, in memory of their own:
+none begins before the one ahead has counted its last. Most kernels here let their successor launch
+at once: a chain of small kernels then waits on the device, instead of being launched one after
+another. A dependent kernel in a CUDA graph on an H200 takes 0.60 us then, not 0.88. Each waits for
+the whole of the kernel before, and that one waited too, so earlier kernels are complete as well. If
+a kernel lets its successor launch only after it waited itself, the successor may read data from
+before that kernel without waiting. Behind decode attention none may, which does either, by the
+number of its rows and by what follows.
 """
 
 from __future__ import annotations
