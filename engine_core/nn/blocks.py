@@ -377,9 +377,11 @@ class DecoderLayer(Module):
         attention: Any = self.self_attn
         branch, watched = attention, self.watched
         inputs: tuple[Any, ...]
-        if isinstance(x, Attended) or self._chains(x):
+        asked = residual if isinstance(x, Attended) else x
+        assert asked is not None, "the layer before gives the residual too"
+        chained = self.chained if self._chains(asked) else None
+        if isinstance(x, Attended) or chained is not None:
             queries, residual = self._queries(x, residual, cos_sin, cache, attn_metadata)
-            chained = self.chained if self._chains(residual) else None
             options = {} if chained is None or not self._tells else {"chained": True}
             heads = attention.attend.attend(queries, *cache[:2], attn_metadata, **options)
             heads = heads.flatten(1).unsqueeze(0)
