@@ -89,32 +89,14 @@ def pdl_options(device: torch.device) -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
 
 
-def zero(device: torch.device) -> Tensor:
-    """``[1]`` int64, 0, of this stream alone.
-
-    The first call on a stream must not be inside a graph capture.
-    """
-    return _zero(device, _stream(device))
-
-
-@functools.cache
-def _zero(device: torch.device, stream: int) -> Tensor:
-    del stream
-    return torch.zeros(1, dtype=torch.int64, device=device)
-
-
-def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-
-
 def arrival_counts(device: torch.device, count: int) -> Tensor:
     """``[>= count]`` int32 zeros for :func:`arrives_last`, of this stream alone.
 
     Launches on one stream follow each other, and each leaves the counts as it found them. The first
     call on a stream, and the first for so many, must not be inside a graph capture.
     """
-    most = max(_LEAST_ARRIVALS, triton.next_power_of_2(count))
-    return _arrival_counts(device, _stream(device), most)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _arrival_counts(device, stream, max(_LEAST_ARRIVALS, triton.next_power_of_2(count)))
 
 
 @functools.cache

@@ -34,7 +34,6 @@ from engine_core.kernels.launch.triton import (
     launch_dependents,
     pdl_options,
     wait,
-    zero,
 )
 from engine_core.kernels.sampling.reference import LEAST_TEMPERATURE, mass_bits
 from engine_core.kernels.turns import Turns
@@ -139,7 +138,7 @@ class _Chosen(NamedTuple):
     Attributes:
         tokens: of all turns.
         last_tokens: by row of the persistent batch.
-        turn: a pointer to the number of this turn.
+        turn: a pointer to the number of this turn; to any number if both strides are 0.
         tokens_stride: of turns.
         status_stride: of turns.
     """
@@ -1418,17 +1417,14 @@ def sample_tokens(
     """Tokens ``[B]`` int64 and status ``[B]`` int8 of ``logits [B, V]``."""
     num_rows, vocab = logits.shape
     device = logits.device
-    # Kernels are the same with turns and without.
-    turn, strides = None, (0, 0)
     if turns is None:
         tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
         status = torch.empty(num_rows, dtype=torch.int8, device=device)
+        turn = None
     else:
         tokens, status, turn = turns
-    if turn is None:
-        turn = zero(device)
-    else:
-        strides = tokens.stride(0), status.stride(0)
+    # Kernels are the same with turns and without, where any number will do.
+    strides = (0, 0) if turn is None else (tokens.stride(0), status.stride(0))
     if num_rows == 0:
         return tokens, status
 
@@ -1467,7 +1463,7 @@ def sample_tokens(
         seen_ids=seen_ids,
         seen_sizes=seen_sizes,
     )
-    chosen = _Chosen(tokens, last_tokens, turn, *strides)
+    chosen = _Chosen(tokens, last_tokens, rows if turn is None else turn, *strides)
     is_many = num_rows >= _MANY_ROWS
     parts = _PARTS_OF_MANY if is_many else _PARTS
     block = 4 * _LANES * parts
