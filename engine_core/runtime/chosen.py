@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine_core.kernels import Turns
+from engine_core.runtime.platform import to_host
 
 # Bytes. Each turn's tokens, and its status, begin at a multiple: Triton compiles another kernel for
 # other alignments, and for strides that are no multiples of 16.
@@ -52,11 +53,8 @@ class ChosenRoom:
         From a GPU they are on their way: they are there after all that was launched before.
         """
         some = self.room[first : first + count]
-        if not some.is_cuda:
-            return _parts(some.clone(), self.rows)
-        host = torch.empty(some.shape, dtype=torch.uint8, pin_memory=True)
-        host.copy_(some, non_blocking=True)
-        return _parts(host, self.rows)
+        # The next step writes here, on a CPU too.
+        return _parts(to_host(some) if some.is_cuda else some.clone(), self.rows)
 
 
 def _parts(room: Tensor, rows: int) -> tuple[Tensor, Tensor]:

@@ -187,6 +187,14 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return pinned(tensor, device).to(device, non_blocking=True)
 
 
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, on its way to the host if it is on a GPU: there after all launched before."""
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
 def all_to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
     """Host arrays on ``device`` as :func:`to_device` brings one, all in one transfer.
 

@@ -36,7 +36,7 @@ from engine_core.runtime.kv_cache import KVCache
 from engine_core.runtime.media import MediaEmbeddings
 from engine_core.runtime.media_graphs import MediaGraphs
 from engine_core.runtime.memory import CachePlan
-from engine_core.runtime.platform import all_to_device, to_device
+from engine_core.runtime.platform import all_to_device, to_device, to_host
 from engine_core.runtime.pooling import Pooler
 from engine_core.runtime.recording import RecordedSteps
 from engine_core.runtime.sampler import REASONS, Sampler, is_hosted, token_logprobs
@@ -588,8 +588,8 @@ class ModelRunner:
             if outputs.room is not None:
                 tokens, status = outputs.room.to_host(outputs.turn, outputs.turns)
             elif outputs.tokens is not None and outputs.status is not None:
-                tokens = _to_host(outputs.tokens).unsqueeze(0)
-                status = _to_host(outputs.status).unsqueeze(0)
+                tokens = to_host(outputs.tokens).unsqueeze(0)
+                status = to_host(outputs.status).unsqueeze(0)
             else:
                 continue
             result.turns.append(_Turns(tokens, status, outputs.places))
@@ -617,7 +617,7 @@ class ModelRunner:
         rows = list(result.plan.rows)
         params = {row.row: self._rows[row.row].pooling or PoolingParams() for row in rows}
         for places, given in self._pooler(rows, outputs.hidden, params):
-            result.pooled.append((places, _to_host(given)))
+            result.pooled.append((places, to_host(given)))
 
     def _choose(
         self, result: _Results, turn: int, choice: Choice | None, logits: Tensor
@@ -701,14 +701,6 @@ class _Clock:
         begin, end = self._events
         milliseconds: float = begin.elapsed_time(end)
         return milliseconds / 1000
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """The tensor, on its way to the host if it is on a GPU."""
-    if not tensor.is_cuda:
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
 
 
 class _Turns(NamedTuple):

@@ -28,7 +28,7 @@ from engine_core.kernels.sampling import (
 from engine_core.kernels.sampling.reference import apply_penalties, ban_tokens
 from engine_core.kernels.sampling.state import FIRST_PENALTY
 from engine_core.runtime.guided import GrammarCompiler, Guide, GuideBuilder
-from engine_core.runtime.platform import all_to_device, to_device
+from engine_core.runtime.platform import all_to_device, to_device, to_host
 from engine_core.steps import RowError
 
 # Banned tokens that there is room for at first.
@@ -478,14 +478,10 @@ class _HostTokens:
     """A step's tokens on their way to the host."""
 
     def __init__(self, tokens: Tensor) -> None:
-        self._event = None
-        if tokens.device.type == "cpu":
-            self._tokens = tokens
-            return
-        self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        self._tokens.copy_(tokens, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record()
+        self._tokens, self._event = to_host(tokens), None
+        if tokens.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
 
     @cached_property
     def values(self) -> list[int]:
