@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import subprocess
 import sys
@@ -34,7 +33,7 @@ import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
-from benchmarks.gpu import build, by_kernel, release
+from benchmarks.gpu import build, by_kernel, release, trace_events
 from benchmarks.workloads import SHAPES
 from engine_core.kernels.codes import cache_parts
 from engine_core.runtime.compiles import ALL
@@ -126,12 +125,7 @@ def overlaps(result: torch_profile) -> str:
 
     A start below 0 is an overlap: programs of the kernel had room beside those of the one before.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "trace.json")
-        result.export_chrome_trace(str(file))
-        events = json.loads(file.read_text())["traceEvents"]
-    kernels = [event for event in events if event.get("cat") == "kernel"]
-    kernels.sort(key=lambda event: event["ts"])
+    kernels = trace_events(result, "kernel")
     kernels = kernels[-(len(kernels) // REPLAYS) :]
     middle = len(kernels) // 2
     lines = ["start (us), time, programs, registers, shared memory, kernel"]

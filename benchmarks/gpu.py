@@ -132,6 +132,19 @@ def show(name: str, figures: dict[str, float]) -> None:
         print(f"{key:22}{value:13.4g}{cells}")
 
 
+def trace_events(result: torch_profile, *kinds: str) -> list[dict[str, Any]]:
+    """Events of a profile in order, of some kinds: kernel, gpu_memcpy or gpu_memset.
+
+    They are as a Chrome trace has them.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "trace.json")
+        result.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    found = [event for event in events if event.get("cat") in kinds]
+    return sorted(found, key=lambda event: event["ts"])
+
+
 def by_kernel(result: torch_profile) -> str:
     """A table of the kernels that were profiled, the one with the most time first."""
     table: str = result.key_averages().table(

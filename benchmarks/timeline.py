@@ -3,17 +3,16 @@
     python benchmarks/timeline.py qwen2_0_5b [--batches 1,256] [--quantization fp8]
         [--kv-cache-dtype fp8]
 
-For each batch the workload's step time, ``(time for 129 tokens - time for 1) / 128``, the least of
-two runs each without a profiler; then the run of 129 once more with one: how long decode steps
-take, from the first kernel of one to that of the next; what they have between the choice of a token
-and the next step's first kernel; and how long the device has nothing to do, with the longest gaps.
-A profiler makes the host slower, so gaps are longer with it: they say where to look.
+For each batch the workload's step time, as ``gpu.py`` has it; then its run of 129 tokens once more
+with a profiler: how long decode steps take, from the first kernel of one to that of the next; what
+they have between the choice of a token and the next step's first kernel; and how long the device
+has nothing to do, with the longest gaps. A profiler makes the host slower, so gaps are longer with
+it: they say where to look.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import tempfile
@@ -29,9 +28,10 @@ import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
-from benchmarks.gpu import build, release, runner
+from benchmarks.gpu import build, release, runner, trace_events
 from benchmarks.workloads import SHAPES
 from engine_core import LLM
+from engine_core.bench.workloads import measure as workload
 from engine_core.bench.workloads import random_ids
 
 # Of the kernels that a decode step begins with, and ends with.
@@ -96,13 +96,8 @@ def profiled(llm: LLM, prompts: list[list[int]]) -> list[Event]:
     """All events of a run, in order."""
     with torch_profile(activities=[ProfilerActivity.CUDA], acc_events=True) as result:
         runner(llm)(prompts, [TOKENS] * len(prompts))
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "trace.json")
-        result.export_chrome_trace(str(file))
-        found = json.loads(file.read_text())["traceEvents"]
-    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
-    events = [Event(e["name"], e["ts"], e["dur"]) for e in found if e.get("cat") in kinds]
-    return sorted(events, key=lambda event: event.begin)
+    found = trace_events(result, "kernel", "gpu_memcpy", "gpu_memset")
+    return [Event(event["name"], event["ts"], event["dur"]) for event in found]
 
 
 def show(events: list[Event]) -> None:
@@ -130,10 +125,6 @@ def show(events: list[Event]) -> None:
 def measure(name: str, batches: list[int], options: dict[str, Any]) -> None:
     """Print the step time of each batch, and what a run of it shows."""
     vocab, draw = SHAPES[name]["vocab_size"], random.Random(0)
-
-    def fresh(batch: int) -> list[list[int]]:
-        return [random_ids(PROMPT, vocab, draw) for _ in range(batch)]
-
     with (
         tempfile.TemporaryDirectory() as folder,
         build(name, Path(folder), deterministic=False, **options) as llm,
@@ -141,13 +132,10 @@ def measure(name: str, batches: list[int], options: dict[str, Any]) -> None:
         run = runner(llm)
         run([[1000] * 64], [1])
         llm.warmup()
+        figures = workload(run, vocab, batches=batches, mix=0)
         for batch in batches:
-            once, many = (
-                min(run(fresh(batch), [tokens] * batch) for _ in range(2)) for tokens in (1, TOKENS)
-            )
-            step = (many - once) / (TOKENS - 1) * 1e3
-            print(f"{name}, {batch} rows: {step:.4f} ms a step", flush=True)
-            show(profiled(llm, fresh(batch)))
+            print(f"{name}, {batch} rows: {figures[f'tpot_ms_b{batch}']:.4f} ms a step", flush=True)
+            show(profiled(llm, [random_ids(PROMPT, vocab, draw) for _ in range(batch)]))
     release()
 
 
