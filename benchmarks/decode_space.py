@@ -58,10 +58,6 @@ class Heads(NamedTuple):
 
 _TilesByWidth = dict[int, tuple[tuple[int, int, int], ...]]
 # By the wider of a head's keys and values, up to a power of 2.
-_TURNED_TILES: _TilesByWidth = {
-    64: ((32, 1, 2), (32, 1, 3), (32, 1, 4), (64, 2, 3), (64, 2, 4)),
-    128: ((32, 1, 3), (32, 1, 4), (32, 2, 3), (64, 2, 3)),
-}
 _TILES: _TilesByWidth = {
     64: ((32, 1, 2), (32, 1, 3), (32, 1, 4), (64, 2, 3), (64, 2, 4)),
     128: ((32, 1, 3), (32, 1, 4), (32, 2, 3), (64, 2, 3)),
@@ -97,8 +93,7 @@ def tiles(heads: Heads) -> tuple[Tile, ...]:
     width = max(64, *heads.widths)
     if width > max(_TILES):
         raise ValueError(f"decode attention: heads of {max(heads.dims)}; 512 is the most")
-    numbers = _TURNED_TILES if heads.block_g < 16 else _TILES
-    by_bytes = {1: _CODE_TILES, 2: numbers, 4: _FLOAT32_TILES}
+    by_bytes = {1: _CODE_TILES, 2: _TILES, 4: _FLOAT32_TILES}
     columns = decode.columns_of(heads.widths[0], heads.rests[0])
     given = heads.block_g, max(heads.widths), (columns, columns), heads.bytes
     return tuple(
