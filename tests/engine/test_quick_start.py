@@ -5,56 +5,27 @@ A stand-in says which kernels are there, and captures steps as a GPU does: a rep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
-import torch
 from golden_fixtures import golden_llm, golden_prompts
+from replaying import Replaying
 
 from engine_core import LLM, SamplingParams
 from engine_core.engine import engine
 from engine_core.engine.timings import Timings
-from engine_core.runtime.capture import Graph
 from engine_core.runtime.compiles import QUICK, Compiles
 from engine_core.runtime.step_batch import GraphKey
 
-T = TypeVar("T")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-
-
-class Replayed:
-    def __init__(self, step: Callable[[], Any], outputs: Any) -> None:
-        self.step, self.outputs = step, outputs
-
-    def replay(self) -> None:
-        for kept, new in zip(self.outputs, self.step(), strict=True):
-            if kept is not None:
-                kept.copy_(new)
-
-
-class Capturer:
-    def __init__(self, device: torch.device) -> None:
-        del device
-
-    def run(self, function: Callable[[], T]) -> T:
-        return function()
-
-    def capture(self, function: Callable[[], T]) -> tuple[Graph, T]:
-        outputs = function()
-        return Replayed(function, outputs), outputs
-
-    def reserve(self, count: int) -> None: ...
-
-    def free_memory(self) -> int:
-        return 1 << 40
 
 
 class Coming(Compiles):
     """Quick steps have their kernels, and others when a test says so; to wait for one is wrong."""
 
-    capturer = Capturer
+    capturer = Replaying
     under_way = True
 
     def __init__(self) -> None:

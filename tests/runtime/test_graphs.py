@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from replaying import Replaying
 from torch import Tensor, nn
 
 from engine_core.configs import (
@@ -861,36 +862,6 @@ def test_decode_steps_without_a_graph_do_not_take_those_of_mixed_steps(
     assert device.take() == []
 
 
-class Replayed:
-    """The graph of a function that a CPU runs again, and that refills what it gave."""
-
-    def __init__(self, function: Callable[[], Any], outputs: Any) -> None:
-        self.function, self.outputs = function, outputs
-
-    def replay(self) -> None:
-        for kept, new in zip(self.outputs, self.function(), strict=True):
-            if kept is not None:
-                kept.copy_(new)
-
-
-class Replaying:
-    """Captures what a CPU can run again."""
-
-    def __init__(self, device: torch.device) -> None: ...
-
-    def run(self, function: Callable[[], Any]) -> Any:
-        return function()
-
-    def capture(self, function: Callable[[], Any]) -> tuple[Replayed, Any]:
-        outputs = function()
-        return Replayed(function, outputs), outputs
-
-    def reserve(self, count: int) -> None: ...
-
-    def free_memory(self) -> int:
-        return 1 << 40
-
-
 def following(context: StepContext, places: Tensor | None) -> Tensor:
     """Logits of a token that depends on the one before and on its position."""
     tokens = 3 * context.input_ids[0] + context.position_ids[0] + 1
@@ -1603,7 +1574,7 @@ class Listed(Compiles):
         def free_memory(self) -> int:
             return 1 << 40
 
-    capturer = Capturer
+    capturer = Replaying
 
     def __init__(self, *coming: Any) -> None:
         self.coming = list(coming)
