@@ -137,11 +137,19 @@ def load_queries(inputs, row_ptr, rows, heads, mask, SHAPE: tl.constexpr):
         q_odd = q
     else:
         HALF: tl.constexpr = SHAPE.block_d // 2
-        dims = 2 * tl.arange(0, HALF)
-        ptrs = row_ptr + rows[:, None] + dims[None, :]
-        inside = mask[:, None] & (dims < SHAPE.d)[None, :]
-        q = tl.load(ptrs, mask=inside, other=0.0)
-        q_odd = tl.load(ptrs + 1, mask=inside, other=0.0)
+        ELEMENT: tl.constexpr = row_ptr.dtype.element_ty
+        pairs = tl.arange(0, HALF)
+        inside = mask[:, None] & (pairs < SHAPE.d // 2)[None, :]
+        if tl.float32 == ELEMENT:
+            ptrs = row_ptr + rows[:, None] + 2 * pairs[None, :]
+            q = tl.load(ptrs, mask=inside, other=0.0)
+            q_odd = tl.load(ptrs + 1, mask=inside, other=0.0)
+        else:
+            # Neighbours as one number, so that several come with a load.
+            ptrs = row_ptr.to(tl.pointer_type(tl.int32)) + (rows // 2)[:, None] + pairs[None, :]
+            both = tl.load(ptrs, mask=inside, other=0)
+            q = both.to(tl.int16).to(ELEMENT, bitcast=True)
+            q_odd = (both >> 16).to(tl.int16).to(ELEMENT, bitcast=True)
         if q.dtype == tl.bfloat16:
             even, odd = q.to(tl.float32), q_odd.to(tl.float32)
             largest = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), axis=1)
