@@ -33,7 +33,9 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
   like have no tile.
 - ``held=2,64``: weights that have room wait in shared memory with so many rows, none with 1,0;
   ``registers=96``: weights of one row wait in so many registers of a thread at most.
-- ``late=0``: attention is launched when queries, keys and values are, not behind their products.
+- ``start=2``: attention is launched behind the products of queries, keys and values, with 1 when
+  these have waited, with 0 at once; but for 2 it asks for tokens before it waits. ``late=0``
+  changes when it is launched alone.
 - ``turned=0``: no heads are columns of attention's products.
 - ``teams=0``: 4-bit codes have no programs of several warp groups that share x.
 - ``chain=0``: no linears from one attention to the next are one launch; ``deals=0``: none
@@ -193,21 +195,24 @@ def settings(text: str) -> Iterator[None]:
                 first, last = fields(values)
                 stack.enter_context(patch.object(linear, "HELD_FROM", first))
                 stack.enter_context(patch.object(linear, "HELD_TO", last))
-            elif key == "late" and values == "0":
-                stored = importlib.import_module(
-                    "engine_core.kernels.linear.epilogues.triton"
-                ).Stored
-                made: Callable[..., Any] = stored.of
-                at_once = importlib.import_module("triton.language").constexpr(False)
-                stack.enter_context(
-                    patch.object(
-                        stored,
-                        "of",
-                        lambda *given, made=made, at_once=at_once, **options: made(
-                            *given, **options
-                        )._replace(LATE=at_once),
+            elif key in ("late", "start"):
+                stored = importlib.import_module("engine_core.kernels.linear.epilogues.triton")
+                made: Callable[..., Any] = stored.Stored.of
+
+                def started(
+                    *given: Any, made: Callable[..., Any] = made, n: str = values, **options: Any
+                ) -> Any:
+                    return made(*given, **(options | {"late": int(n)}))
+
+                stack.enter_context(patch.object(stored.Stored, "of", started))
+                if key == "start":
+                    stack.enter_context(
+                        patch.object(
+                            attention,
+                            "start_of",
+                            lambda *given, n=int(values): attention.Start(n),
+                        )
                     )
-                )
             elif key == "at_once":
                 stack.enter_context(
                     patch.object(attention, "leaves_room", lambda *_, v=values == "1", **__: v)

@@ -1,19 +1,23 @@
-"""Decode attention of several numbers of rows, and when it lets the next kernel be launched.
+"""Decode attention of some rows, and the linear ahead of it: what each does before it waits.
 
 Run by itself, for a GPU that is not there, since Triton's interpreter takes the compiler's place in
 the other tests. It prints a line for each number of rows that is given, perhaps with "-codes" for a
-cache of 8-bit floats and "-chained" before a chain of linears: where the machine code's text lets
-the next kernel be launched, "first" or "last" by its waits and products, and how often.
+cache of 8-bit floats, "-chained" before a chain of linears and "-narrow" for 2 KV heads of 64; with
+"-linear" of the linear to such queries, keys and values. A line says where the machine code's text
+lets the next kernel be launched, "first", or "last" by its waits and products, or "between"; how
+often; and how many lines that ask for tiles, or store, need not have waited.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 
 import torch
+from early_lines import STORES, WAIT, early_lines
 from triton.compiler import compile as compile_kernel
 
-from engine_core.kernels import GPU
+from engine_core.kernels import GPU, linear_rotary_store
 from engine_core.kernels.codes import SCALE_BYTES
 from engine_core.nn import Attention
 from engine_core.runtime.absent import absent_gpu
@@ -21,30 +25,52 @@ from engine_core.runtime.ahead import Part, Variant, recording, target_of
 from engine_core.step_context import AttentionMetadata, BuildContext, GroupMetadata, building
 
 HOPPER = GPU.of_capability((9, 0))
-HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCKS = 32, 8, 128, 64, 16
-LAUNCH, WAIT, PRODUCT = "griddepcontrol.launch_dependents", "griddepcontrol.wait", "mma.sync"
+BLOCK_SIZE, BLOCKS = 64, 16
+LAUNCH = "griddepcontrol.launch_dependents"
+# Of matrix units; those of one row have none.
+PRODUCT = re.compile(r"mma\.sync|mma_async")
+ASKED = re.compile(r"\bcp\.async\.c[ag]\.shared\.global|\.tensor\.\dd\.shared::\w+\.global")
+
+
+def attend(rows: int, words: list[str]) -> None:
+    """Attend to so many rows of one query."""
+    codes, chained = "codes" in words, "chained" in words
+    heads, kv_heads, head_dim = (14, 2, 64) if "narrow" in words else (32, 8, 128)
+    built = BuildContext(dtype=torch.bfloat16, kv_cache_dtype="fp8" if codes else "auto")
+    with building(built):
+        layer = Attention(heads, head_dim, num_kv_heads=kv_heads)
+    q = torch.zeros(rows, heads, head_dim, dtype=torch.bfloat16, device="cuda")
+    size = (rows * BLOCKS, BLOCK_SIZE, kv_heads, head_dim + SCALE_BYTES * codes)
+    dtype = torch.float8_e4m3fn if codes else torch.bfloat16
+    caches = [torch.zeros(size, dtype=dtype, device="cuda") for _ in range(2)]
+    starts, lens = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (rows + 1, rows))
+    tables = torch.zeros(rows, BLOCKS, dtype=torch.int32, device="cuda")
+    group = GroupMetadata(tables, torch.zeros(rows, dtype=torch.int64, device="cuda"))
+    metadata = AttentionMetadata(starts, lens, 1, BLOCKS * BLOCK_SIZE, rows, (group,))
+    layer.attend(q, *caches, metadata, chained=chained)
+
+
+def multiply(rows: int) -> None:
+    """Make queries, keys and values of so many rows, and store these."""
+    x = torch.zeros(rows, 896, dtype=torch.bfloat16, device="cuda")
+    weight = torch.zeros(1152, 896, dtype=torch.bfloat16, device="cuda")
+    cache = torch.zeros(BLOCKS, BLOCK_SIZE, 2, 64, dtype=torch.bfloat16, device="cuda")
+    angles = torch.zeros(rows, 32, device="cuda")
+    slots = torch.zeros(rows, dtype=torch.int64, device="cuda")
+    linear_rotary_store(x, weight, None, angles, angles, cache, cache.clone(), slots)
 
 
 def launched(rows: int, words: list[str]) -> Variant:
-    """The kernel with which a layer attends to so many rows of one query."""
+    """The kernel of a layer's attention, or of the linear ahead of it."""
     found: list[Part] = []
-    codes, chained = "codes" in words, "chained" in words
-    built = BuildContext(dtype=torch.bfloat16, kv_cache_dtype="fp8" if codes else "auto")
     with absent_gpu(HOPPER, 1 << 30), recording(target_of(HOPPER.capability), found.append):
-        with building(built):
-            layer = Attention(HEADS, HEAD_DIM, num_kv_heads=KV_HEADS)
-        q = torch.zeros(rows, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-        size = (rows * BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM + SCALE_BYTES * codes)
-        dtype = torch.float8_e4m3fn if codes else torch.bfloat16
-        caches = [torch.zeros(size, dtype=dtype, device="cuda") for _ in range(2)]
-        starts, lens = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (rows + 1, rows))
-        tables = torch.zeros(rows, BLOCKS, dtype=torch.int32, device="cuda")
-        group = GroupMetadata(tables, torch.zeros(rows, dtype=torch.int64, device="cuda"))
-        metadata = AttentionMetadata(starts, lens, 1, BLOCKS * BLOCK_SIZE, rows, (group,))
-        layer.attend(q, *caches, metadata, chained=chained)
-    variants = [part for part in found if isinstance(part, Variant)]
-    (variant,) = {each.key: each for each in variants if each.name == "_decode_kernel"}.values()
-    return variant
+        if "linear" in words:
+            multiply(rows)
+        else:
+            attend(rows, words)
+    name = "_linear_kernel" if "linear" in words else "_decode_kernel"
+    # A linear may have been tried before, on other heads.
+    return [part for part in found if isinstance(part, Variant) and part.name == name][-1]
 
 
 def main(names: list[str]) -> None:
@@ -54,9 +80,12 @@ def main(names: list[str]) -> None:
         made = compile_kernel(variant.source, target=variant.target, options=variant.options)
         ptx = made.asm["ptx"]
         at = ptx.index(LAUNCH)
-        first, last = at < ptx.index(WAIT), at > max(ptx.rindex(WAIT), ptx.rindex(PRODUCT))
+        waits = [found.start() for found in re.finditer(WAIT, ptx)]
+        ends = waits[-1:] + [found.start() for found in PRODUCT.finditer(ptx)][-1:]
+        first, last = at < waits[0], at > max(ends)
         place = "first" if first else "last" if last else "between"
-        sys.stdout.write(f"{name} {place} {ptx.count(LAUNCH)}\n")
+        early = [len(early_lines(ptx, what)) for what in (ASKED, STORES)]
+        sys.stdout.write(f"{name} {place} {ptx.count(LAUNCH)} {early[0]} {early[1]}\n")
 
 
 if __name__ == "__main__":

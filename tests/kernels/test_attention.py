@@ -298,6 +298,27 @@ def test_kernel_options_of_decode_rows_of_16_bits(
     assert error(launch(paged, 0.125, **options), expected) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("block_size", [5, 64])
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64, 65, 1000])
+def test_a_row_whose_last_token_is_seen_by_itself(
+    length: int, block_size: int, launch_device: str
+) -> None:
+    """As where tokens are asked for before the kernel that stores the last one is complete.
+
+    It may be alone in its tile, or in its split. The row beside has no tokens.
+    """
+    sizes = {"heads": 6, "kv_heads": 2, "head_dim": 64, "v_head_dim": 40}
+    paged = make_paged(
+        [(1, length), (1, 0)],
+        device=launch_device,
+        dtype=torch.float16,
+        block_size=block_size,
+        **sizes,  # type: ignore[arg-type]
+    )
+    expected = attend_by_reference(paged, 0.125)
+    assert error(launch(paged, 0.125), expected) < TOLERANCE[torch.float16]
+
+
 @pytest.mark.parametrize("name", ["plain", "window", "prefix"])
 def test_quick_steps_take_rows_that_decode_for_prompts_of_one_token(
     name: str, launch_device: str

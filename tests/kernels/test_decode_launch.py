@@ -175,23 +175,53 @@ def test_a_chain_is_launched_at_once_behind_caches_of_codes() -> None:
     assert not any((at_once(1, 256), at_once(2, 128), at_once(4, 64)))
 
 
+def start(rows: int, heads: int, kv_heads: int, dim: int, size: int = 2) -> decode.Start:
+    return decode.start_of(rows, heads // kv_heads, kv_heads, dim, size, H200)
+
+
+def test_attention_of_few_rows_starts_before_the_linear_ahead_has_multiplied() -> None:
+    """At once with up to 16, and later as long as a multiprocessor has a program at most."""
+    assert [start(rows, 14, 2, 64) for rows in (1, 16, 17, 66, 67)] == [
+        decode.Start.AT_ONCE,
+        decode.Start.AT_ONCE,
+        decode.Start.WAITED,
+        decode.Start.WAITED,
+        decode.Start.MULTIPLIED,
+    ]
+    assert start(16, 32, 8, 64) == decode.Start.AT_ONCE
+    assert start(17, 32, 8, 64) == decode.Start.MULTIPLIED
+
+
+def test_attention_starts_late_where_asking_early_gains_nothing() -> None:
+    """Of wide heads, of codes and float32, and of heads that are rows of products."""
+    late = [start(1, 32, 8, 128), start(1, 14, 2, 64, 1), start(1, 14, 2, 64, 4)]
+    assert {*late, start(1, 32, 2, 64)} == {decode.Start.MULTIPLIED}
+
+
 @pytest.mark.slow
-def test_the_kernel_launches_the_next_before_its_wait_or_behind_its_products(
-    tmp_path: Path,
-) -> None:
-    """By a child, which compiles it, for here kernels are interpreted."""
+def test_what_attention_and_the_linear_ahead_do_before_they_wait(tmp_path: Path) -> None:
+    """When the next kernel is launched, and what is asked for; nothing is stored.
+
+    By a child, which compiles them, for here kernels are interpreted.
+    """
     pytest.importorskip("triton", reason="triton is not installed")
     script = Path(__file__).with_name("early_attention.py")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    expected = [
+        *("24 last 1 0 0", "32 first 1 0 0", "1-codes last 1 0 0", "1-codes-chained first 1 0 0"),
+        *("1-chained last 1 0 0", "1-narrow last 1 64 0", "67-narrow last 1 0 0"),
+        # What is asked for here is a weight.
+        *("1-linear first 1 0 0", "8-linear first 1 7 0", "17-linear between 1 7 0"),
+        "67-linear last 1 7 0",
+    ]
     done = forkserver.run(
-        [sys.executable, str(script), "24", "32", "1-codes", "1-codes-chained", "1-chained"],
+        [sys.executable, str(script), *(line.split()[0] for line in expected)],
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,
     )
-    expected = ["24 last 1", "32 first 1", "1-codes last 1", "1-codes-chained first 1"]
-    assert done.stdout.splitlines() == [*expected, "1-chained last 1"], done.stderr
+    assert done.stdout.splitlines() == expected, done.stderr
 
 
 def test_a_launch_is_of_powers_of_2() -> None:

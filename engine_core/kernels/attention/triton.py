@@ -276,6 +276,7 @@ def _decode_kernel(
     MERGED_SPLITS: tl.constexpr,
     MERGED_HEADS: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Up to BLOCK_G query heads of one KV head of one row over one split of its tokens.
@@ -284,7 +285,8 @@ def _decode_kernel(
     [max_items, Hq, Dv]`` float32 takes the results and ``lse`` their logarithmic denominators; the
     last program to arrive merges them, MERGED_SPLITS of MERGED_HEADS at a time. With AT_ONCE the
     next kernel is launched as soon as all programs run, so that it may read nothing before it waits
-    but what is older than all kernels.
+    but what is older than all kernels. With EARLY all tokens but a row's last may be read before
+    the kernel ahead is complete: earlier steps stored them.
     """
     if AT_ONCE:
         launch_dependents(PDL)
@@ -308,39 +310,34 @@ def _decode_kernel(
     first_item = tl.load(items_ptr + 3).to(tl.int64)
     used = tl.load(items_ptr + 4)
     kv_len = tl.load(inputs.kv_lens + row)
-    wait(PDL)
 
     in_group = tl.program_id(0) % G_TILES * BLOCK_G + tl.arange(0, BLOCK_G)
     heads = kv_head * GROUP_SIZE + in_group
     head_mask = in_group < GROUP_SIZE
     q_ptr = inputs.q + row * inputs.q_strides[0]
-    q, q_odd, q_scales, slopes = load_queries(
-        inputs, q_ptr, heads * inputs.q_strides[1], heads, head_mask, SHAPE
-    )
+    k = inputs.k_cache + kv_head * inputs.k_strides[2]
+    v = inputs.v_cache + kv_head * inputs.v_strides[2]
+    table = inputs.block_tables + row * table_stride
     prefix_len = 0
     if SHAPE.has_prefix:
         prefix_len = tl.load(inputs.prefix_lens + row)
     if TURNED:
-        q, q_odd = tl.trans(q), tl.trans(q_odd)
-    queries = Queries(
-        q,
-        q_odd,
-        q_scales,
-        tl.zeros([BLOCK_G], dtype=tl.int32) + (kv_len - 1),
-        slopes,
-        inputs.k_cache + kv_head * inputs.k_strides[2],
-        inputs.v_cache + kv_head * inputs.v_strides[2],
-        kv_head,
-        inputs.block_tables + row * table_stride,
-        window,
-        prefix_len,
-    )
-    if TURNED:
+        of_row = turned.Row(
+            q_ptr, heads, head_mask, kv_len - 1, k, v, kv_head, table, window, prefix_len
+        )
         sums, denominator, maximum = turned.attend(
-            inputs, queries, kv_len - 1, low, high, SHAPE, BLOCK_G, BLOCK_N
+            inputs, of_row, low, high, SHAPE, BLOCK_G, BLOCK_N, EARLY, PDL
         )
         acc = (sums,)
     else:
+        wait(PDL)
+        q, q_odd, q_scales, slopes = load_queries(
+            inputs, q_ptr, heads * inputs.q_strides[1], heads, head_mask, SHAPE
+        )
+        positions = tl.zeros([BLOCK_G], dtype=tl.int32) + (kv_len - 1)
+        queries = Queries(
+            q, q_odd, q_scales, positions, slopes, k, v, kv_head, table, window, prefix_len
+        )
         acc = no_values(BLOCK_G, SHAPE)
         denominator = tl.zeros([BLOCK_G], dtype=tl.float32)
         maximum = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
@@ -592,6 +589,8 @@ def paged_attention(call: Call) -> None:
                 f"({k_cache.dtype}), which a GPU reads in pairs; take kv_cache_dtype='auto'"
             )
         k_cache, v_cache = k_cache.view(torch.int16), v_cache.view(torch.int16)
+        if q.element_size() == 2 and (q.stride(0) % 2 or q.stride(1) % 2 or q.data_ptr() % 4):
+            q = q.contiguous()  # they are read in pairs, too
     # Products take 16 numbers at least, and those of codes' pairs are two.
     least = 32 if code else 16
     block_d = max(least, triton.next_power_of_2(head_dim))
@@ -647,6 +646,10 @@ def paged_attention(call: Call) -> None:
             cut,
             call.memo,
         )
+        start = decode.start_of(
+            num_decode_rows, group_size, num_kv_heads, max(head_dim, v_head_dim),
+            1 if code else q.element_size(), num_multiprocessors(q.device),
+        )  # fmt: skip
         size = (len(items), num_heads)
         _decode_kernel[(head_tiles, len(items))](
             call.out,
@@ -671,6 +674,8 @@ def paged_attention(call: Call) -> None:
                 num_multiprocessors(q.device),
                 chained=call.chained,
             ),
+            # Behind a chain it is the rotation that lets it be launched, which has waited itself.
+            EARLY=not call.chained and start < decode.Start.MULTIPLIED,
             num_warps=cut.num_warps,
             num_stages=cut.num_stages,
             # Not every kind of GPU's compiler has this option.

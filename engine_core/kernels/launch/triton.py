@@ -6,10 +6,14 @@ earlier kernel reads. Chains of linears alone count tiles before they wait, in m
 none begins before the one ahead has counted its last. Most kernels here let their successor launch
 at once: a chain of small kernels then waits on the device, instead of being launched one after
 another. A dependent kernel in a CUDA graph on an H200 takes 0.60 us then, not 0.88. Each waits for
-the whole of the kernel before, and that one waited too, so earlier kernels are complete as well. If
-a kernel lets its successor launch only after it waited itself, the successor may read data from
+the whole of the kernel before, and that one waited too, so earlier kernels are complete as well.
+
+If a kernel lets its successor launch only after it waited itself, the successor may read data from
 before that kernel without waiting. Behind decode attention none may, which does either, by the
-number of its rows and by what follows.
+number of its rows and by what follows. Attention of few rows is itself launched by a linear that
+has not waited, and yet asks for tokens that earlier steps stored: in the first layer, which plans,
+it waits before that; and in the others attention of the layer before has waited, and then let the
+next kernel launch.
 """
 
 from __future__ import annotations
@@ -41,6 +45,21 @@ def wait(PDL: tl.constexpr):
     """Wait until the kernel before is complete and its writes are visible."""
     if PDL:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def wait_within(count, PDL: tl.constexpr):
+    """As :func:`wait`, in a loop whose loads are to be asked for before it; returns 0.
+
+    Triton keeps no loads of later rounds in flight around a :func:`wait`. Addresses of what is to
+    be read behind this one have the 0 added, made of ``count``, any int32.
+    """
+    waited = count * 0
+    if PDL:
+        waited = tl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.b32 $0, 0;", "=r,r", [count], tl.int32, False, 1
+        )
+    return tl.multiple_of(waited, 16)
 
 
 @triton.jit

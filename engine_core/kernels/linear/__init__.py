@@ -386,11 +386,18 @@ def linear_rotary_store(
         tile = _tile(values, weight, False, deterministic, ending)
     if tile is not None:
         assert not isinstance(x, CodedRows), "many rows are in codes, and have no tile"
+        from engine_core.kernels.attention.decode import start_of
+        from engine_core.kernels.launch.triton import num_multiprocessors
         from engine_core.kernels.linear import triton
 
+        keys, values_of = cache_parts(k_cache)[0], cache_parts(v_cache)[0]
+        late = start_of(
+            rows, num_heads // num_kv_heads, num_kv_heads, max(head_dim, values_of.shape[3]),
+            keys.element_size(), num_multiprocessors(values.device),
+        )  # fmt: skip
         stored = triton.Stored.of(
             len(weight), cos, sin, k_cache, v_cache, slot_mapping, interleaved,
-            dtype=values.dtype, kv_scales=kv_scales, **norms,
+            dtype=values.dtype, kv_scales=kv_scales, late=late, **norms,
         )  # fmt: skip
         return _launch(x, weight, stored, tile, bias)
     apart = squares is None and cos is not None and rows > 0

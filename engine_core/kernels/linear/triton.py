@@ -212,7 +212,7 @@ def _linear_kernel(
     JOINED: tl.constexpr = (WX and reader.RUN == reader.PARTS) if reader.PARTS > 1 else False
     # Columns of x and of the accumulator that a step multiplies at once.
     WIDTH: tl.constexpr = BLOCK_K if JOINED else BLOCK_K // reader.PARTS
-    if not epilogue.LATE:
+    if epilogue.LATE == 0:
         launch_dependents(PDL)
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -241,6 +241,8 @@ def _linear_kernel(
             w, up_cursor = reader.load(reader, up_cursor, cols + step * BLOCK_K < high, EVEN_K)
             held += (w,)  # type: ignore[assignment]
     wait(PDL)
+    if epilogue.LATE == 1:
+        launch_dependents(PDL)
 
     row_mask = place.row_mask
     places = tl.arange(0, WIDTH)
@@ -283,7 +285,7 @@ def _linear_kernel(
                 w, up_cursor = reader.load(reader, up_cursor, k_mask, EVEN_K)
                 up = _multiply(reader, up, x, w, MODE, JOINED, PRECISION)
             x_ptrs += BLOCK_K
-    if epilogue.LATE:
+    if epilogue.LATE == 2:
         launch_dependents(PDL)
     acc = reader.scale(reader, w_cursor, _rows_by_cols(acc, MODE))
     if epilogue.GATED:

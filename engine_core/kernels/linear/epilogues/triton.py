@@ -2,9 +2,10 @@
 
 An epilogue is a named tuple of tensors, constants and these functions, each of which is given the
 epilogue. Any reader of a weight goes with any epilogue. With GATED the weight has rows of the gate,
-then as many of up, and a tile has products of both. With LATE the next kernel is launched after the
-products, not at once. WHOLE columns are finished together: where tiles are narrower, by the last
-program of so many columns to arrive, which reads the products that the others left.
+then as many of up, and a tile has products of both. With a LATE of 1 the next kernel is launched
+after the wait and with 2 after the products, not at once. WHOLE columns are finished together:
+where tiles are narrower, by the last program of so many columns to arrive, which reads the products
+that the others left.
 
 - ``order(epilogue, cols)``: the outputs that a tile's columns are.
 - ``ask(epilogue, place)``: what is loaded before the products and used after them.
@@ -99,7 +100,7 @@ class Activated(NamedTuple):
     GATED: Any
     ACTIVATION: Any
     WHOLE: Any = tl.constexpr(1)
-    LATE: Any = tl.constexpr(False)
+    LATE: Any = tl.constexpr(0)
     order: Any = _in_order
     ask: Any = _ask_nothing
     finish: Any = _activate
@@ -160,7 +161,7 @@ class Added(NamedTuple):
     OFFSET: Any
     GATED: Any = tl.constexpr(False)
     WHOLE: Any = tl.constexpr(1)
-    LATE: Any = tl.constexpr(False)
+    LATE: Any = tl.constexpr(0)
     order: Any = _in_order
     ask: Any = _ask_residual
     finish: Any = _add_and_weigh
@@ -379,10 +380,9 @@ class Stored(NamedTuple):
     INTERLEAVED: Any
     WHOLE: Any
     GATED: Any = tl.constexpr(False)
-    # Attention is launched next. Having waited, it may read before it waits itself what is older:
-    # the lengths, and the plan of its splits that an earlier layer made. And not before the
-    # products: its programs would crowd on the multiprocessors that have none of these.
-    LATE: Any = tl.constexpr(True)
+    # Attention is launched next: :class:`engine_core.kernels.attention.decode.Start`. Mostly not
+    # before the products, for its programs would crowd on multiprocessors that have none of these.
+    LATE: Any = tl.constexpr(2)
     order: Any = _rotated_order
     ask: Any = _ask_turns
     finish: Any = _rotate_and_store
@@ -409,10 +409,12 @@ class Stored(NamedTuple):
         offset: float = 0.0,
         dtype: torch.dtype | None = None,
         kv_scales: tuple[float, float] | None = None,
+        late: int = 2,
     ) -> Stored:
         """The epilogue of N outputs: those of all queries, keys, then values.
 
-        ``dtype`` is that of queries; the cache's if None.
+        ``dtype`` is that of queries; the cache's if None. ``late`` is when the next kernel is
+        launched: 0 at once, 1 after the wait, 2 after the products.
         """
         (k_cache, k_scales), (v_cache, v_scales) = cache_parts(k_cache), cache_parts(v_cache)
         block_size, kv_heads, head_dim = k_cache.shape[1:]
@@ -434,7 +436,7 @@ class Stored(NamedTuple):
             k_weight,
             eps,
             *(tl.constexpr(size) for size in sizes),
-        )
+        )._replace(LATE=tl.constexpr(int(late)))
         if k_scales is None or v_scales is None:
             return made
         k_given, v_given = kv_scales or (None, None)

@@ -267,7 +267,7 @@ def _linear_kernel(
     All else is as of
     :func:`engine_core.kernels.linear.groups.hopper.triton._linear_kernel`.
     """
-    if not epilogue.LATE:
+    if epilogue.LATE == 0:
         launch_dependents(PDL)
     GATED: gl.constexpr = epilogue.GATED
     HEAD_DIM: gl.constexpr = epilogue.HEAD_DIM if KIND == "stored" else 0
@@ -355,6 +355,8 @@ def _linear_kernel(
                 scales, minima, headers_ptr, low * BLOCKS, blocks, rows + N, TOTAL, BLOCKS
             )
     wait(PDL)
+    if epilogue.LATE == 1:
+        launch_dependents(PDL)
     for stage in gl.static_range(STAGES):
         _load_x(
             x_desc, x, full.index(stage), stage, block * BLOCK_M, low + stage, low + stage < high
@@ -445,7 +447,7 @@ def _linear_kernel(
             stage = 0
             phase ^= 1
 
-    if epilogue.LATE:
+    if epilogue.LATE == 2:
         launch_dependents(PDL)
     conclude(
         epilogue, acc, up, bias_ptr, squares_ptr, partial_ptr, arrivals_ptr, eps, tile, split,

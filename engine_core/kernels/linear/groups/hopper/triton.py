@@ -174,7 +174,7 @@ def _linear_kernel(
     A step is PAIRS of blocks of 128 columns. KIND is that of the epilogue: "activated", "added" or
     "stored". All else is as of :func:`engine_core.kernels.linear.triton._linear_kernel`.
     """
-    if not epilogue.LATE:
+    if epilogue.LATE == 0:
         launch_dependents(PDL)
     GATED: gl.constexpr = epilogue.GATED
     HEAD_DIM: gl.constexpr = epilogue.HEAD_DIM if KIND == "stored" else 0
@@ -230,6 +230,8 @@ def _linear_kernel(
         if zeros_ptr is not None:
             up_zeros = _groups_of(zeros_ptr, low, word_rows + N, N * PARTS, GROUPS, SPAN, PAIRS)
     wait(PDL)
+    if epilogue.LATE == 1:
+        launch_dependents(PDL)
     for stage in gl.static_range(STAGES):
         there = low + stage < high
         _load_x(x_desc, x, full.index(stage), stage, first_row, low + stage, PAIRS, there)
@@ -306,7 +308,7 @@ def _linear_kernel(
             stage = 0
             phase ^= 1
 
-    if epilogue.LATE:
+    if epilogue.LATE == 2:
         launch_dependents(PDL)
     conclude(
         epilogue, acc, up, bias_ptr, squares_ptr, partial_ptr, arrivals_ptr, eps, tile, split,

@@ -93,7 +93,7 @@ def _linear_kernel(
     STAGES are in shared memory. All else is as of
     :func:`engine_core.kernels.linear.triton._linear_kernel`.
     """
-    if not epilogue.LATE:
+    if epilogue.LATE == 0:
         launch_dependents(PDL)
     GATED: gl.constexpr = epilogue.GATED
     HEAD_DIM: gl.constexpr = epilogue.HEAD_DIM if KIND == "stored" else 0
@@ -127,6 +127,8 @@ def _linear_kernel(
     asked_before = ask_weights(epilogue, bias_ptr, tile, N, SHAPE, KIND, HEAD_DIM)
     mbarrier.expect(x_full, X_BOXES * _X_CHUNKS * BLOCK_M * _COLS * 2)
     wait(PDL)
+    if epilogue.LATE == 1:
+        launch_dependents(PDL)
     # Tiles begin at different boxes: all of them want the same lines of the L2 cache.
     for turn in gl.static_range(X_BOXES):
         box = (tile + turn) % X_BOXES
@@ -153,7 +155,7 @@ def _linear_kernel(
             mbarrier.expect(full.index(stage), BYTES)
             load_box(w_desc, weight, full.index(stage), stage, head, row, low + step + STAGES, True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    if epilogue.LATE:
+    if epilogue.LATE == 2:
         launch_dependents(PDL)
 
     products = gl.convert_layout(acc.permute((1, 0)), OUT)

@@ -399,7 +399,7 @@ def _linear_kernel(
     ROWS of these rows are looked at. PAR is 2 for groups of 16 columns, of which a product has two.
     All else is as of :func:`engine_core.kernels.linear.groups.hopper.triton._linear_kernel`.
     """
-    if not epilogue.LATE:
+    if epilogue.LATE == 0:
         launch_dependents(PDL)
     GATED: gl.constexpr = epilogue.GATED
     HEAD_DIM: gl.constexpr = epilogue.HEAD_DIM if KIND == "stored" else 0
@@ -479,6 +479,8 @@ def _linear_kernel(
         )  # fmt: skip
     odd = gl.expand_dims(gl.arange(0, RESULTS, gl.SliceLayout(0, SUMS)) % 2 == 1, 0)
     wait(PDL)
+    if epilogue.LATE == 1:
+        launch_dependents(PDL)
     ONCE: gl.constexpr = max(1, min(ROWS, 16 // RUN))
     X: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
     pairs = gl.arange(0, ONCE * RUN, gl.SliceLayout(1, X))
@@ -591,7 +593,7 @@ def _linear_kernel(
             stage = 0
             phase ^= 1
 
-    if epilogue.LATE:
+    if epilogue.LATE == 2:
         launch_dependents(PDL)
     if PAR == 2:
         acc = gl.sum(acc.reshape([BLOCK_N, BLOCK_M, 2]), axis=2)

@@ -107,8 +107,8 @@ def _load_x(desc, x, barrier, stage, row, step):
 @gluon.jit
 def _load(
     codes_desc, scales_desc, zeros_desc, x_desc, codes, scales, zeros, x, full, empty, first, row,
-    low, high, BYTES: gl.constexpr, TEAMS: gl.constexpr, STAGES: gl.constexpr,
-    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, PDL: gl.constexpr,
+    low, high, LATE: gl.constexpr, BYTES: gl.constexpr, TEAMS: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads."""
     # The weight is older than all kernels: its first tiles do not wait for x.
@@ -121,6 +121,8 @@ def _load(
             low + stage, TEAMS, BLOCK_N, HEAD_DIM,
         )  # fmt: skip
     wait(PDL)
+    if LATE == 1:
+        launch_dependents(PDL)
     for stage in range(preloaded):
         _load_x(x_desc, x, full.index(stage), stage, row, low + stage)
     stage = 0
@@ -273,7 +275,7 @@ def _multiply(
     total *= FACTOR
     if DIVIDES:
         total *= gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(0, ACC)), 0)
-    if epilogue.LATE:
+    if epilogue.LATE == 2:
         launch_dependents(PDL)
     # What follows reads what the kernels before wrote.
     wait(PDL)
@@ -330,7 +332,7 @@ def _linear_kernel(
 
     All else is as of :func:`engine_core.kernels.linear.groups.hopper.triton._linear_kernel`.
     """
-    if not epilogue.LATE:
+    if epilogue.LATE == 0:
         launch_dependents(PDL)
     HEAD_DIM: gl.constexpr = epilogue.HEAD_DIM if KIND == "stored" else 0
     ZEROS: gl.constexpr = zeros_desc is not None
@@ -390,8 +392,8 @@ def _linear_kernel(
                 )),
                 (_load, (
                     codes_desc, scales_desc, zeros_desc, x_desc, codes_boxes, scales_boxes,
-                    zeros_boxes, x, full, empty, first, block * BLOCK_M, low, high, BYTES, TEAMS,
-                    STAGES, BLOCK_N, HEAD_DIM, PDL,
+                    zeros_boxes, x, full, empty, first, block * BLOCK_M, low, high, epilogue.LATE,
+                    BYTES, TEAMS, STAGES, BLOCK_N, HEAD_DIM, PDL,
                 )),
             ],
             [4, 4, 4, 1],
@@ -414,8 +416,8 @@ def _linear_kernel(
                 )),
                 (_load, (
                     codes_desc, scales_desc, zeros_desc, x_desc, codes_boxes, scales_boxes,
-                    zeros_boxes, x, full, empty, first, block * BLOCK_M, low, high, BYTES, TEAMS,
-                    STAGES, BLOCK_N, HEAD_DIM, PDL,
+                    zeros_boxes, x, full, empty, first, block * BLOCK_M, low, high, epilogue.LATE,
+                    BYTES, TEAMS, STAGES, BLOCK_N, HEAD_DIM, PDL,
                 )),
             ],
             [4, 1],
