@@ -36,6 +36,7 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
 - ``start=2``: attention is launched behind the products of queries, keys and values, with 1 when
   these have waited, with 0 at once; but for 2 it asks for tokens before it waits. ``late=0``
   changes when it is launched alone.
+- ``carveout=100``: programs of one row prefer so many per cent of the first cache as shared memory.
 - ``turned=0``: no heads are columns of attention's products.
 - ``teams=0``: 4-bit codes have no programs of several warp groups that share x.
 - ``chain=0``: no linears from one attention to the next are one launch; ``deals=0``: none
@@ -68,6 +69,7 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from triton import knobs
 
 from benchmarks.decode import REPLAYS, fill_cache, place_rows, wait_for_kernels
 from benchmarks.gpu import build
@@ -81,6 +83,22 @@ def fields(values: str) -> list[Any]:
         int(part) if part.isdigit() else float(part) if "." in part else part
         for part in values.split(",")
     ]
+
+
+@contextlib.contextmanager
+def carved(percent: int) -> Iterator[None]:
+    """As long as it lasts, loaded programs of one row prefer so much of the first cache."""
+    shared = importlib.import_module("engine_core.kernels.launch.shared")
+    before = shared.PERCENT
+    for value in (percent, before):
+        shared.PERCENT = value
+        for name, function in LOADED:
+            shared.prefer(None, function, name)
+        if value == percent:
+            yield
+
+
+LOADED: list[tuple[str, int]] = []
 
 
 @contextlib.contextmanager
@@ -213,6 +231,8 @@ def settings(text: str) -> Iterator[None]:
                             lambda *given, n=int(values): attention.Start(n),
                         )
                     )
+            elif key == "carveout":
+                stack.enter_context(carved(int(values)))
             elif key == "at_once":
                 stack.enter_context(
                     patch.object(attention, "leaves_room", lambda *_, v=values == "1", **__: v)
@@ -387,6 +407,9 @@ def main() -> None:
         with settings(text):
             pass
     print(torch.cuda.get_device_name(), torch.__version__)
+    knobs.runtime.kernel_load_end_hook.add(
+        lambda module, function, name, *more: LOADED.append((name, function))
+    )
     with tempfile.TemporaryDirectory() as folder:
         compare(
             arguments.model,
