@@ -873,7 +873,9 @@ def _gather_lanes(x, cols, measure, between, to, bounds):
 
     ``between``: which of them are gathered; ``measure``: what each adds to the histogram.
     """
-    entry = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | cols.to(tl.int64)
+    # Without a sign no sum of 64 bits is needed for a token.
+    token = cols.to(tl.uint32, bitcast=True).to(tl.int64)
+    entry = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | token
     tl.store(bounds.candidates_ptr + to, entry, mask=between & (to < bounds.most))
     distance = bounds.last_key - (_key(x) >> bounds.shift)
     at = (distance.to(tl.uint32, bitcast=True) >> bounds.bits).to(tl.int32)
