@@ -94,7 +94,7 @@ _COMPARED: tl.constexpr = tl.constexpr(32)
 _CHUNK = 1024
 _SETTLE_WARPS = 16
 # Logits of a block that are scanned at once.
-_SCANNED = 2048
+_SCANNED = 4096
 # Low bits that are the same for all logits of a type once they are float32.
 _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
