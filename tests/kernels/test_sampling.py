@@ -36,7 +36,8 @@ WAYS = ["reference", "kernels", "sampled", "one by one"]
 def op(way: str, launch_device: str, monkeypatch: pytest.MonkeyPatch) -> Op:
     """The choice, by kernels with small blocks, so that a small vocabulary has many of them.
 
-    Of five rows and more each has two parts, where one part is all that others have.
+    Of five rows and more each has two parts, where one part is all that others have. Of these rows
+    a program has several blocks: of nine and more all.
     """
     if way == "reference":
         return sample_tokens
@@ -45,11 +46,14 @@ def op(way: str, launch_device: str, monkeypatch: pytest.MonkeyPatch) -> Op:
     monkeypatch.setattr(triton, "_LANES", 64)
     monkeypatch.setattr(triton, "_MANY_ROWS", 5)
     monkeypatch.setattr(triton, "_PARTS_OF_MANY", 4)
+    monkeypatch.setattr(triton, "_PROGRAMS_OF_MANY", 2)
     monkeypatch.setattr(triton, "_CHUNK", 512)
     monkeypatch.setattr(triton, "_SAMPLED", 2)
     if way != "kernels":
         most = {"sampled": 1000, "one by one": 2}[way]
         monkeypatch.setattr(triton, "_MOST_CANDIDATES", most)
+        # More seen tokens than are kept.
+        monkeypatch.setattr(triton, "_KEPT_SEEN", 128)
     return triton.sample_tokens
 
 

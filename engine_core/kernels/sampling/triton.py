@@ -10,7 +10,7 @@ restricts is all above its bounds.
 
 Of a penalised row few tokens were seen, and a list has them. The first leaves out all that were
 seen, the third weighs all as if none had been; then both go through the list, and the third takes
-back what it weighed of those.
+back what it weighed of those. It gets their logits from the first.
 
 The guess decides how long it takes, not what is chosen: if it was wrong, the fourth goes through
 the whole row. Weights are integers, whose sums do not depend on how they are parted. A launch reads
@@ -32,6 +32,7 @@ from engine_core.kernels.launch.triton import (
     arrival_counts,
     arrives_last,
     launch_dependents,
+    num_multiprocessors,
     pdl_options,
     wait,
 )
@@ -41,19 +42,27 @@ from engine_core.kernels.turns import Turns
 if TYPE_CHECKING:
     from engine_core.kernels.sampling import SamplingState
 
-# Threads of a program that reads all logits, and how often each of them reads four, an even number,
-# for the first reading takes eight: one row of 128,000 logits gives a program to each of 63
-# multiprocessors. Many rows are many times the programs of a GPU, and fewer of them are done
-# sooner.
+# Threads of a program that reads all logits, and how often each of them reads four of a block, a
+# power of 2; the first reading takes eight. One row of 128,000 logits gives a program to each of 63
+# multiprocessors.
 _LANES = 256
 _PARTS = 2
 _MANY_ROWS = 64
-_PARTS_OF_MANY = 8
-# Registers of a thread for many rows, so that more programs run at once: of those that read all
-# logits, if nothing adjusts these and if something does, and of those that settle.
+_PARTS_OF_MANY = 4
+# Many rows would be many times the programs of a GPU, and each program begins with reads that
+# depend on each other and ends with exchanges. So there are at most as many on each multiprocessor
+# as have room at once, and each has a run of a row's blocks.
+_PROGRAMS_OF_MANY = 6
+# Blocks of such a run of the third reading if nothing is adjusted: longer runs take 11% longer where
+# logits are even, since what is gathered is not the same in all.
+_RUN_OF_PLAIN = 2
+# Registers of a thread, so that more programs run at once: for many rows of those that read all
+# logits, if nothing adjusts these and if something does, and of those that settle; for few rows of
+# those that first read what something adjusts.
 _READ_REGISTERS_OF_MANY = 40
-_ADJUST_REGISTERS_OF_MANY = 48
+_ADJUST_REGISTERS_OF_MANY = 40
 _SETTLE_REGISTERS_OF_MANY = 64
+_ADJUST_REGISTERS_OF_FEW = 32
 # The sample has one logit of this many, or of up to half as many, and at most so many.
 _SAMPLED = 40
 _MOST_SAMPLED = 16384
@@ -73,6 +82,9 @@ _MISSING: tl.constexpr = tl.constexpr(8.0)
 _FEWEST: tl.constexpr = tl.constexpr(16.0)
 # Most tokens that are gathered, and the logits that need no sample.
 _MOST_CANDIDATES = 16384
+# So many seen tokens of a row, a multiple of ``_LANES``, are adjusted once, by the first reading:
+# what is known of each is in lines of memory of its own, which take as long as all logits.
+_KEPT_SEEN = 4096
 # The entry of a candidate whose logit is -inf, which weighs nothing.
 _NO_CANDIDATE: tl.constexpr = tl.constexpr(-(0x800000 << 32))
 # Bits of a bin's number in the histogram of those gathered, of which few or none share a bin, and
@@ -85,7 +97,7 @@ _COMPARED: tl.constexpr = tl.constexpr(32)
 _CHUNK = 1024
 _SETTLE_WARPS = 16
 # Logits of a block that are scanned at once.
-_SCANNED = 2048
+_SCANNED = 4096
 # Low bits that are the same for all logits of a type once they are float32.
 _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
@@ -168,6 +180,8 @@ class _Found(NamedTuple):
         candidates: the tokens between the bounds in any order: the bits of the logit, then 32 bits
             of the token.
         bins: a histogram of them: what tokens of a nucleus row weigh, or how many there are.
+        kept: the first seen tokens of a penalised row: the bits of the logit that others would
+            have there, then those of the penalised one; None if nothing is adjusted.
         listed: ``[2]``: of those of one bin the places in the order of choice, and what each adds.
     """
 
@@ -182,6 +196,7 @@ class _Found(NamedTuple):
     masses: Any
     candidates: Any
     bins: Any
+    kept: Any
     listed: Any
 
 
@@ -376,22 +391,38 @@ class _SeenTokens(NamedTuple):
 
 
 @triton.jit
-def _seen_size(rows, row, mode):
-    """How many tokens were seen of a penalised row, 0 for others."""
-    is_penalised = ((mode // _KINDS) & 2) != 0
-    return tl.load(rows.seen_sizes + row, mask=is_penalised, other=0)
+def _seen_size(size, mode):
+    """How many tokens were seen of a penalised row, 0 for others.
+
+    ``size``: what is stored for the row, which is read before its mode is there.
+    """
+    return tl.where(((mode // _KINDS) & 2) != 0, size, 0)
 
 
 @triton.jit
-def _load_seen_tokens(rows, place, row, start, size, LANES: tl.constexpr):
-    """Seen tokens from the one at ``start`` on, of ``size``."""
+def _load_seen_ids(rows, row, start, size, LANES: tl.constexpr):
+    """Seen tokens from the one at ``start`` on, of ``size``, 0 where there is none."""
     index = start + tl.arange(0, LANES)
-    are_there = index < size
-    ids = tl.load(rows.seen_ids + row * rows.vocab + index, mask=are_there, other=0)
+    return tl.load(rows.seen_ids + row * rows.vocab + index, mask=index < size, other=0)
+
+
+@triton.jit
+def _load_seen_tokens(rows, place, row, ids, start, size, LANES: tl.constexpr):
+    """What is known of the seen tokens ``ids``, those from ``start`` on."""
+    are_there = start + tl.arange(0, LANES) < size
     raw_ptr = rows.logits + place * rows.stride + ids
     raw = tl.load(raw_ptr, mask=are_there, other=float("-inf"))
     counts = tl.load(rows.counts + row * rows.vocab + ids, mask=are_there, other=0)
     return _SeenTokens(are_there, ids, raw, counts)
+
+
+@triton.jit
+def _load_kept(kept, place, start, size, LANES: tl.constexpr, KEPT: tl.constexpr):
+    """What _adjust_seen gave for seen tokens from ``start`` on, of those that are kept."""
+    index = start + tl.arange(0, LANES)
+    both = tl.load(kept + place * KEPT + index, mask=index < tl.minimum(size, KEPT), other=0)
+    before = (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    return before, both.to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -497,7 +528,8 @@ def _place_in_eight(x, largest):
     return tl.where(x0 == largest, 0, place)
 
 
-@triton.jit
+# One kernel for any number of many rows, and so below.
+@triton.jit(do_not_specialize=["num_blocks", "parts"])
 def _peaks_kernel(
     rows,
     chosen,
@@ -512,8 +544,10 @@ def _peaks_kernel(
     seeds_ptr,
     ban_ends_ptr,
     num_blocks,
+    parts,
+    MANY: tl.constexpr,
     LANES: tl.constexpr,
-    PARTS: tl.constexpr,
+    KEPT: tl.constexpr,
     BLOCK_BLOCKS: tl.constexpr,
     SAMPLE: tl.constexpr,
     PICKS: tl.constexpr,
@@ -521,13 +555,15 @@ def _peaks_kernel(
     PDL: tl.constexpr,
 ):
     PART: tl.constexpr = 8 * LANES
+    parts = parts if MANY else 1
     wait(PDL)
     launch_dependents(PDL)
     place = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     vocab = rows.vocab
     # On its way while it is read what the row is.
-    start = block * (PART * PARTS)
+    first_part = block * parts
+    start = first_part * PART
     next_x = _load_raw(rows, place, start + tl.arange(0, PART), vocab)
     row = tl.load(rows.rows + place)
     position = tl.load(positions_ptr + place)
@@ -540,6 +576,7 @@ def _peaks_kernel(
     is_summed = is_random & is_nucleus
     if rows.kinds is not None:
         adjusted = tl.load(rows.kinds + row) & 3
+        seen_size = tl.load(rows.seen_sizes + row)
         is_banned = position + 1 < tl.load(ban_ends_ptr + row)
         mode += _KINDS * (adjusted + tl.where(is_banned, _BANNED, 0))
     steepness = _steepness(numbers_ptr)
@@ -552,7 +589,7 @@ def _peaks_kernel(
     weight = tl.zeros((LANES,), tl.float32)
     raw_best = best
     size = tl.where(live, vocab, 0)
-    end = tl.minimum(start + PART * PARTS, size)
+    end = tl.minimum(start + PART * parts, size)
     live_mode = tl.where(live, mode, 0)
     of = (rows, row, live_mode)
     is_sampled = is_random & (mode % _KINDS >= _NUCLEUS)
@@ -560,11 +597,15 @@ def _peaks_kernel(
     sample_ptr = found.sample + place * SAMPLE + lanes // DISTANCE
     if rows.kinds is not None:
         is_moved = ((live_mode // _KINDS) & (_BANNED + 1)) != 0
-        seen_size = _seen_size(*of)
-        seen_start = block * LANES
-        tokens = _load_seen_tokens(rows, place, row, seen_start, seen_size, LANES)
         next_seen = _load_seen(*of, start + offsets, end)
-    for part in range(PARTS):
+        seen_size = _seen_size(seen_size, live_mode)
+        seen_start = block * LANES
+        seen_step = num_blocks * LANES
+        ids = _load_seen_ids(rows, row, seen_start, seen_size, LANES)
+        of_tokens = (rows, place, row, ids, seen_start, seen_size)
+        if not MANY:
+            tokens = _load_seen_tokens(*of_tokens, LANES)
+    for part in range(parts):
         cols = start + part * PART + offsets
         x = next_x.to(tl.float32)
         next_x = _load_raw(rows, place, cols + PART, end)
@@ -579,7 +620,7 @@ def _peaks_kernel(
             x = tl.where(seen == 0, x, float("-inf"))
             is_picked = is_picked & (_first_of_eight(seen) == 0)
         if PICKS > 0:
-            at = (block * PARTS + part) * PICKS
+            at = (first_part + part) * PICKS
             tl.store(sample_ptr + at, _first_of_eight(x), mask=is_picked)
         largest = _largest_of_eight(x)
         if is_random == 0:
@@ -596,11 +637,19 @@ def _peaks_kernel(
             raw_best = best
         penalties = _load_penalties(numbers_ptr)
         sampled_ids = tl.where(is_sampled, vocab, 0)
+        kept_size = tl.where(is_random, tl.minimum(seen_size, KEPT), 0)
+        if MANY:
+            # Of long programs it is not worth the registers to have them earlier.
+            tokens = _load_seen_tokens(*of_tokens, LANES)
         while seen_start < seen_size:
             raw_best = _larger(raw_best, tokens.raw.to(tl.float32))
-            _before, x = _adjust_seen(tokens, *of, penalties)
+            before, x = _adjust_seen(tokens, *of, penalties)
             x = tl.where(tokens.are_there, x, float("-inf"))
             ids = tl.where(tokens.are_there, tokens.ids, vocab)
+            kept = before.to(tl.int32, bitcast=True).to(tl.int64) << 32
+            kept |= x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+            index = seen_start + lanes
+            tl.store(found.kept + place * KEPT + index, kept, mask=index < kept_size)
             if PICKS > 0:
                 lane = ids % PART // 8
                 at = place * SAMPLE + ids // PART * PICKS + lane // DISTANCE
@@ -614,8 +663,10 @@ def _peaks_kernel(
                 weight *= tl.exp2((best - top) * powers)
                 weight += tl.exp2((x - top) * powers)
             best = largest
-            seen_start += num_blocks * LANES
-            tokens = _load_seen_tokens(rows, place, row, seen_start, seen_size, LANES)
+            seen_start += seen_step
+            next_ids = _load_seen_ids(rows, row, seen_start, seen_size, LANES)
+            of_next = (next_ids, seen_start, seen_size)
+            tokens = _load_seen_tokens(rows, place, row, *of_next, LANES)
     # NaN is as good as infinity.
     best = tl.where(best == best, best, float("inf"))
     here = place * num_blocks
@@ -825,7 +876,9 @@ def _gather_lanes(x, cols, measure, between, to, bounds):
 
     ``between``: which of them are gathered; ``measure``: what each adds to the histogram.
     """
-    entry = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | cols.to(tl.int64)
+    # Without a sign no sum of 64 bits is needed for a token.
+    token = cols.to(tl.uint32, bitcast=True).to(tl.int64)
+    entry = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | token
     tl.store(bounds.candidates_ptr + to, entry, mask=between & (to < bounds.most))
     distance = bounds.last_key - (_key(x) >> bounds.shift)
     at = (distance.to(tl.uint32, bitcast=True) >> bounds.bits).to(tl.int32)
@@ -881,8 +934,10 @@ def _weigh_block(
     row,
     mode,
     start,
+    end,
     raw,
     bounds,
+    sums,
     LANES: tl.constexpr,
     PARTS: tl.constexpr,
     KIND: tl.constexpr,
@@ -895,16 +950,16 @@ def _weigh_block(
 
     Args:
         raw: those that are first, as the model gave them.
+        end: the first token that is another program's.
+        sums: of the program's blocks before: the mass of all for a nucleus, or the number above
+            the bounds for a top-k; the mass above them for a nucleus; and the mass above them that
+            can be drawn.
 
     Returns:
-        The mass of all for a nucleus, or the number above the bounds for a top-k; the mass above
-        them for a nucleus; and the mass above them that can be drawn.
+        The three sums with those of the block, and the logits that follow it.
     """
     lanes = tl.arange(0, LANES)
     offsets = tl.arange(0, 4 * LANES)
-    zeros = tl.zeros((LANES,), tl.int64)
-    sums = (zeros, zeros, zeros)
-    end = tl.minimum(start + 4 * LANES * PARTS, rows.vocab)
     next_x = raw
     may_be_seen = lanes < tl.where(((mode // _KINDS) & 2) != 0, LANES, 0)
     of = (rows, bounds)
@@ -939,25 +994,24 @@ def _weigh_block(
     measure, above_mass, drawable = sums
     if KIND == _NUCLEUS and HAS_ABOVE and not HAS_LEAST:
         drawable = above_mass
-    return measure, above_mass, drawable
+    return (measure, above_mass, drawable), next_x
 
 
 @triton.jit
-def _correct(sums, tokens, rows, row, mode, bounds, masses_ptr, BLOCK: tl.constexpr):
+def _correct(sums, tokens, rows, mode, bounds, masses_ptr, BLOCK: tl.constexpr):
     """Weigh seen tokens by their penalised logits, and not as _weigh_block did; gather them.
 
     Args:
-        sums: of the tokens that one thread weighed, as of _weigh_block.
-        tokens: those seen.
+        sums: of the tokens that one thread weighed, as the first two of _weigh_block.
+        tokens: which there are, the tokens, and their logits before and after the penalties.
         rows: the inputs.
-        row: of the persistent batch.
         mode: as in ``_Found``.
         bounds: the arguments of the launch.
         masses_ptr: what tokens weigh that can be drawn, by block.
     """
-    measure, above_mass, drawable = sums
+    measure, above_mass = sums
+    are_there, ids, before, x = tokens
     is_nucleus = mode % _KINDS == _NUCLEUS
-    before, x = _adjust_seen(tokens, rows, row, mode, _load_penalties(rows.numbers + row * 7))
     old_weights, old_masses = _weigh(before, rows, bounds)
     weights, masses = _weigh(x, rows, bounds)
     was_above = before >= bounds.upper
@@ -970,41 +1024,50 @@ def _correct(sums, tokens, rows, row, mode, bounds, masses_ptr, BLOCK: tl.conste
     change = tl.where(weights >= bounds.min_p, over, 0)
     change -= tl.where(old_weights >= bounds.min_p, old_over, 0)
     # Their blocks are any.
-    is_changed = tokens.are_there & (change != 0)
-    tl.atomic_add(masses_ptr + tokens.ids // BLOCK, change, mask=is_changed, sem="relaxed")
-    between = tokens.are_there & (x >= bounds.lower) & (x < bounds.upper)
-    sizes_ptr = bounds.size_ptr + tl.zeros_like(tokens.ids)
+    is_changed = are_there & (change != 0)
+    tl.atomic_add(masses_ptr + ids // BLOCK, change, mask=is_changed, sem="relaxed")
+    between = are_there & (x >= bounds.lower) & (x < bounds.upper)
+    sizes_ptr = bounds.size_ptr + tl.zeros_like(ids)
     to = tl.atomic_add(sizes_ptr, 1, mask=between, sem="relaxed")
-    _gather_lanes(x, tokens.ids, tl.where(is_nucleus, masses, 1), between, to, bounds)
-    return measure, above_mass, drawable
+    _gather_lanes(x, ids, tl.where(is_nucleus, masses, 1), between, to, bounds)
+    return measure, above_mass
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["run"])
 def _weigh_kernel(
     rows,
     found,
     most,
     one,
     num_blocks,
+    run,
+    MANY: tl.constexpr,
     LANES: tl.constexpr,
     PARTS: tl.constexpr,
+    KEPT: tl.constexpr,
     UNUSED_BITS: tl.constexpr,
     BIN_BITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    start = block * (4 * LANES * PARTS)
+    BLOCK: tl.constexpr = 4 * LANES * PARTS
+    run = run if MANY else 1
+    first_block = tl.program_id(1) * run
+    start = first_block * BLOCK
     row = tl.load(rows.rows + place)
     numbers_ptr = rows.numbers + row * 7
-    end = tl.minimum(start + 4 * LANES, tl.where(tl.load(numbers_ptr) > 0, rows.vocab, 0))
+    if rows.kinds is not None:
+        seen_size = tl.load(rows.seen_sizes + row)
+    end = tl.minimum(start + BLOCK * run, tl.where(tl.load(numbers_ptr) > 0, rows.vocab, 0))
     raw = _load_raw(rows, place, start + tl.arange(0, 4 * LANES), end)
     # The launch before has waited, so that what the first left is there.
     mode = tl.load(found.modes + place)
     if rows.kinds is not None:
-        seen_size = _seen_size(rows, row, mode)
-        seen_start = block * LANES
-        tokens = _load_seen_tokens(rows, place, row, seen_start, seen_size, LANES)
+        seen_size = _seen_size(seen_size, mode)
+        seen_start = tl.program_id(1) * LANES
+        seen_step = tl.num_programs(1) * LANES
+        ids = _load_seen_ids(rows, row, seen_start, seen_size, LANES)
+        before, x = _load_kept(found.kept, place, seen_start, seen_size, LANES, KEPT)
     wait(PDL)
     launch_dependents(PDL)
     if mode != _DONE:
@@ -1031,52 +1094,58 @@ def _weigh_kernel(
             one,
             tl.load(numbers_ptr + 3).to(tl.float32),
         )
-        of = (rows, place, row, mode, start, raw, bounds)
-        measure = tl.zeros((LANES,), tl.int64)
-        above_mass = tl.zeros((LANES,), tl.int64)
-        drawable = tl.zeros((LANES,), tl.int64)
-        if kind == _WHOLE:
-            _, _, drawable = _weigh_block(*of, LANES, PARTS, _WHOLE, True, True)
-        elif upper < float("inf"):
-            if kind == _LIMITED:
-                measure, above_mass, drawable = _weigh_block(
-                    *of, LANES, PARTS, _LIMITED, True, True
-                )
-            elif bounds.min_p > 0:
-                measure, above_mass, drawable = _weigh_block(
-                    *of, LANES, PARTS, _NUCLEUS, True, True
-                )
+        lanes = tl.arange(0, LANES)
+        zeros = tl.zeros((LANES,), tl.int64)
+        sums = (zeros, zeros, zeros)
+        drawable = tl.full((), 0, tl.int64)
+        for index in range(run):
+            block = first_block + index
+            of = (rows, place, row, mode, block * BLOCK, end, raw, bounds, sums)
+            if kind == _WHOLE:
+                sums, raw = _weigh_block(*of, LANES, PARTS, _WHOLE, True, True)
+            elif upper < float("inf"):
+                if kind == _LIMITED:
+                    sums, raw = _weigh_block(*of, LANES, PARTS, _LIMITED, True, True)
+                elif bounds.min_p > 0:
+                    sums, raw = _weigh_block(*of, LANES, PARTS, _NUCLEUS, True, True)
+                else:
+                    # Of most, and with fewer sums.
+                    sums, raw = _weigh_block(*of, LANES, PARTS, _NUCLEUS, True, False)
+            elif kind == _LIMITED:
+                sums, raw = _weigh_block(*of, LANES, PARTS, _LIMITED, False, False)
             else:
-                # Of most, and with fewer sums.
-                measure, above_mass, drawable = _weigh_block(
-                    *of, LANES, PARTS, _NUCLEUS, True, False
-                )
-        elif kind == _LIMITED:
-            measure, above_mass, drawable = _weigh_block(*of, LANES, PARTS, _LIMITED, False, False)
-        else:
-            measure, above_mass, drawable = _weigh_block(*of, LANES, PARTS, _NUCLEUS, False, False)
+                sums, raw = _weigh_block(*of, LANES, PARTS, _NUCLEUS, False, False)
+            drawn = tl.sum(sums[2], axis=0) - drawable
+            drawable += drawn
+            if rows.kinds is None:
+                tl.store(masses_ptr + block, drawn, mask=block < num_blocks)
+            else:
+                is_block = block < num_blocks
+                tl.atomic_add(masses_ptr + block, drawn, mask=is_block, sem="relaxed")
+        measure, above_mass, _drawable = sums
         if rows.kinds is not None:
             while seen_start < seen_size:
-                measure, above_mass, drawable = _correct(
-                    (measure, above_mass, drawable),
-                    tokens,
+                are_there = seen_start + lanes < seen_size
+                if seen_start >= KEPT:
+                    penalties = _load_penalties(numbers_ptr)
+                    of_ids = (ids, seen_start, seen_size)
+                    tokens = _load_seen_tokens(rows, place, row, *of_ids, LANES)
+                    before, x = _adjust_seen(tokens, rows, row, mode, penalties)
+                measure, above_mass = _correct(
+                    (measure, above_mass),
+                    (are_there, ids, before, x),
                     rows,
-                    row,
                     mode,
                     bounds,
                     masses_ptr,
-                    4 * LANES * PARTS,
+                    BLOCK,
                 )
-                seen_start += num_blocks * LANES
-                tokens = _load_seen_tokens(rows, place, row, seen_start, seen_size, LANES)
+                seen_start += seen_step
+                ids = _load_seen_ids(rows, row, seen_start, seen_size, LANES)
+                before, x = _load_kept(found.kept, place, seen_start, seen_size, LANES, KEPT)
         if kind != _WHOLE:
             tl.atomic_add(sums_ptr, tl.sum(measure, axis=0), sem="relaxed")
             tl.atomic_add(sums_ptr + 1, tl.sum(above_mass, axis=0), sem="relaxed")
-        drawn = tl.sum(drawable, axis=0)
-        if rows.kinds is None:
-            tl.store(masses_ptr + block, drawn)
-        else:
-            tl.atomic_add(masses_ptr + block, drawn, sem="relaxed")
 
 
 class _Logits(NamedTuple):
@@ -1447,7 +1516,8 @@ def sample_tokens(
         if seen is None or output_counts is None:
             seen = torch.empty(1, dtype=torch.uint8, device=device)
             output_counts = torch.empty(1, dtype=torch.int32, device=device)
-            seen_ids = seen_sizes = output_counts
+            # But this, of each row.
+            seen_ids, seen_sizes = output_counts, kinds
     given = _Rows(
         logits=logits,
         stride=logits.stride(0),
@@ -1468,11 +1538,24 @@ def sample_tokens(
     parts = _PARTS_OF_MANY if is_many else _PARTS
     block = 4 * _LANES * parts
     blocks = triton.cdiv(vocab, block)
+    # The first reading takes parts of eight logits a thread.
+    parts_of_row = triton.cdiv(vocab, 8 * _LANES)
+    peak_parts, run = 1, 1
+    peak_programs = most_programs = parts_of_row
+    runs = blocks
+    if is_many:
+        programs = _PROGRAMS_OF_MANY * num_multiprocessors(device)
+        wanted = max(1, programs // num_rows)
+        peak_parts = triton.cdiv(parts_of_row, wanted)
+        peak_programs = triton.cdiv(parts_of_row, peak_parts)
+        most_programs = max(1, min(parts_of_row, programs // _MANY_ROWS))
+        run = _RUN_OF_PLAIN if adjustments is None else triton.cdiv(blocks, wanted)
+        runs = triton.cdiv(blocks, run)
     # Of each part some logits are in the sample, at equal distances; none if all are gathered.
     sampled, picks, distance = 1, 0, 1
     if vocab > most:
         sampled = min(triton.next_power_of_2(triton.cdiv(vocab, _SAMPLED)), _MOST_SAMPLED)
-        of_part = max(1, sampled // triton.cdiv(vocab, 8 * _LANES))
+        of_part = max(1, sampled // parts_of_row)
         distance = triton.cdiv(_LANES, of_part)
         picks = triton.cdiv(_LANES, distance)
     sample = {"SAMPLE": sampled, "PICKS": picks, "DISTANCE": distance}
@@ -1488,6 +1571,7 @@ def sample_tokens(
         masses=scratch(blocks, dtype=torch.int64),
         candidates=scratch(most, dtype=torch.int64),
         bins=scratch(1 << _BIN_BITS, dtype=torch.int64),
+        kept=None if adjustments is None else scratch(_KEPT_SEEN, dtype=torch.int64),
         listed=scratch(2 * _LISTED, dtype=torch.int64),
     )
     common = {
@@ -1497,31 +1581,37 @@ def sample_tokens(
     }
     warps = _LANES // 32
     reading: dict[str, int] = {}
+    first_reading: dict[str, int] = {}
     settling: dict[str, int] = {}
     if is_many:
         plain = adjustments is None
         reading["maxnreg"] = _READ_REGISTERS_OF_MANY if plain else _ADJUST_REGISTERS_OF_MANY
         settling["maxnreg"] = _SETTLE_REGISTERS_OF_MANY
-    _peaks_kernel[(num_rows, blocks)](
+        first_reading = reading
+    elif adjustments is not None:
+        first_reading = {"maxnreg": _ADJUST_REGISTERS_OF_FEW}
+    _peaks_kernel[(num_rows, peak_programs)](
         given,
         chosen,
         found,
         status,
-        scratch(blocks, dtype=torch.float32),
-        scratch(blocks, dtype=torch.int32),
-        None if adjustments is None else scratch(blocks, dtype=torch.float32),
-        scratch(blocks, dtype=torch.float32),
+        scratch(peak_programs, dtype=torch.float32),
+        scratch(peak_programs, dtype=torch.int32),
+        None if adjustments is None else scratch(peak_programs, dtype=torch.float32),
+        scratch(peak_programs, dtype=torch.float32),
         arrival_counts(device, num_rows),
         positions,
         state.seeds,
         ban_ends,
-        blocks,
+        peak_programs,
+        peak_parts,
+        MANY=is_many,
         LANES=_LANES,
-        PARTS=parts // 2,
-        BLOCK_BLOCKS=triton.next_power_of_2(blocks),
+        KEPT=_KEPT_SEEN,
+        BLOCK_BLOCKS=triton.next_power_of_2(most_programs),
         num_warps=warps,
         **sample,
-        **reading,
+        **first_reading,
         **common,
     )
     _bounds_kernel[(num_rows,)](
@@ -1537,13 +1627,16 @@ def sample_tokens(
         **sample,
         **common,
     )
-    _weigh_kernel[(num_rows, blocks)](
+    _weigh_kernel[(num_rows, runs)](
         given,
         found,
         most,
         one,
         blocks,
+        run,
+        MANY=is_many,
         LANES=_LANES,
+        KEPT=_KEPT_SEEN,
         UNUSED_BITS=_UNUSED_BITS[logits.dtype],
         BIN_BITS=_BIN_BITS,
         PARTS=parts,
