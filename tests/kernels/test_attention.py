@@ -298,16 +298,23 @@ def test_kernel_options_of_decode_rows_of_16_bits(
     assert error(launch(paged, 0.125, **options), expected) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("block_size", [5, 64])
+@pytest.mark.parametrize(("block_size", "head_dim"), [(5, 64), (64, 64), (64, 128)])
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64, 65, 1000])
 def test_a_row_whose_last_token_is_seen_by_itself(
-    length: int, block_size: int, launch_device: str
+    length: int,
+    block_size: int,
+    head_dim: int,
+    launch_device: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As where tokens are asked for before the kernel that stores the last one is complete.
 
     It may be alone in its tile, or in its split. The row beside has no tokens.
     """
-    sizes = {"heads": 6, "kv_heads": 2, "head_dim": 64, "v_head_dim": 40}
+    from engine_core.kernels.attention import decode
+
+    monkeypatch.setattr(decode, "start_of", lambda *_: decode.Start.AT_ONCE)
+    sizes = {"heads": 6, "kv_heads": 2, "head_dim": head_dim, "v_head_dim": 40}
     paged = make_paged(
         [(1, length), (1, 0)],
         device=launch_device,
