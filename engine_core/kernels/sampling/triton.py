@@ -10,7 +10,7 @@ restricts is all above its bounds.
 
 Of a penalised row few tokens were seen, and a list has them. The first leaves out all that were
 seen, the third weighs all as if none had been; then both go through the list, and the third takes
-back what it weighed of those. It gets their logits from the first.
+back what it weighed of those. It gets the logits of most from the first.
 
 The guess decides how long it takes, not what is chosen: if it was wrong, the fourth goes through
 the whole row. Weights are integers, whose sums do not depend on how they are parted. A launch reads
@@ -50,11 +50,11 @@ _PARTS = 2
 _MANY_ROWS = 64
 _PARTS_OF_MANY = 4
 # Many rows would be many times the programs of a GPU, and each program begins with reads that
-# depend on each other and ends with exchanges. So there are at most as many on each multiprocessor
-# as have room at once, and each has a run of a row's blocks.
+# depend on each other and ends with exchanges. So each has a run of a row's blocks, and there are
+# at most as many on each multiprocessor as have room at once, or one for each row.
 _PROGRAMS_OF_MANY = 6
-# Blocks of such a run of the third reading if nothing is adjusted: longer runs take 11% longer where
-# logits are even, since what is gathered is not the same in all.
+# Blocks of such a run of the third reading if nothing is adjusted, however many programs there are:
+# longer runs take 11% longer where logits are even, since what is gathered is not the same in all.
 _RUN_OF_PLAIN = 2
 # Registers of a thread, so that more programs run at once: for many rows of those that read all
 # logits, if nothing adjusts these and if something does, and of those that settle; for few rows of
@@ -178,8 +178,8 @@ class _Found(NamedTuple):
         candidates: the tokens between the bounds in any order: the bits of the logit, then 32 bits
             of the token.
         bins: a histogram of them: what tokens of a nucleus row weigh, or how many there are.
-        kept: the first seen tokens of a penalised row: the bits of the logit that others would
-            have there, then those of the penalised one; None if nothing is adjusted.
+        kept: the first seen tokens of a penalised row that is random: the bits of the logit that
+            others would have there, then those of the penalised one; None if nothing is adjusted.
         listed: ``[2]``: of those of one bin the places in the order of choice, and what each adds.
     """
 
