@@ -18,7 +18,7 @@ from random_examples import FULL, pairwise
 from torch import Tensor
 
 from engine_core.kernels import Turns, sample_tokens
-from engine_core.kernels.sampling import PENALISED, PROMPTED, Adjustments, SamplingState
+from engine_core.kernels.sampling import GENERATED, PENALISED, PROMPTED, Adjustments, SamplingState
 from engine_core.kernels.sampling.philox import uniform
 
 INF, NAN = float("inf"), float("nan")
@@ -254,8 +254,9 @@ def test_a_sample_bounds_the_least_kept_logit(
 
 @pytest.mark.parametrize("way", ["sampled"])
 @pytest.mark.parametrize("adjusted", [False, True], ids=["plain", "adjusted"])
+@pytest.mark.parametrize("rows", [8, 17], ids=["two programs", "one program"])
 def test_the_first_reading_finds_what_the_bounds_are_guessed_by(
-    op: Any, device: str, adjusted: bool, monkeypatch: pytest.MonkeyPatch
+    op: Any, device: str, rows: int, adjusted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every so many logits of a row, as they are adjusted, and what the whole row weighs."""
     from engine_core.kernels.sampling import triton
@@ -273,7 +274,7 @@ def test_the_first_reading_finds_what_the_bounds_are_guessed_by(
 
     monkeypatch.setattr(triton, "_bounds_kernel", Bounds())
     monkeypatch.setattr(triton, "_SAMPLED", 10)
-    batch = make_sampling(17, 2900, torch.float32, seed=3, adjusted=adjusted)
+    batch = make_sampling(rows, 2900, torch.float32, seed=3, adjusted=adjusted)
     batch.on(device).run(op)
     sample, totals, modes = found
     index = torch.arange(shape["SAMPLE"])
@@ -300,14 +301,18 @@ def test_the_first_reading_finds_what_the_bounds_are_guessed_by(
 def test_what_a_penalty_takes_from_far_above_weighs_what_is_left_of_it(
     op: Any, device: str, numbers: dict[str, float]
 ) -> None:
-    """By itself it would weigh more than there are numbers for."""
-    batch = of_equal_logits(6, 1500, temperature=0.05, **numbers)
+    """By itself it would weigh more than there are numbers for.
+
+    Of five blocks each of two programs has some, but not as many of the seen tokens.
+    """
+    vocab = 4100
+    batch = of_equal_logits(6, vocab, temperature=0.05, **numbers)
     generator = torch.Generator().manual_seed(2)
     logits = torch.rand(batch.logits.shape, generator=generator)
-    seen = torch.zeros(6, 1500, dtype=torch.uint8)
-    ids = torch.zeros(6, 1500, dtype=torch.int32)
+    seen = torch.zeros(6, vocab, dtype=torch.uint8)
+    ids = torch.zeros(6, vocab, dtype=torch.int32)
     for row in range(6):
-        own = torch.randperm(1500, generator=generator)[: 200 * row]
+        own = torch.randperm(vocab, generator=generator)[: 200 * row]
         ids[row, : len(own)] = own.int()
         seen[row, own] = PROMPTED
         logits[row, own] += 300
@@ -318,9 +323,36 @@ def test_what_a_penalty_takes_from_far_above_weighs_what_is_left_of_it(
         torch.zeros(6, dtype=torch.int64),
         None,
         seen,
-        torch.zeros(6, 1500, dtype=torch.int32),
+        torch.zeros(6, vocab, dtype=torch.int32),
         ids,
         200 * torch.arange(6, dtype=torch.int32),
+    )
+    state = replace(batch.state, adjustments=adjustments)
+    _, turned = check_sampling(replace(batch, logits=logits, state=state), op, device)
+    assert turned == 0
+
+
+@pytest.mark.parametrize("way", WAYS[:3])
+@pytest.mark.parametrize("numbers", [{}, {"top_k": 99}, {"top_p": 0.9}], ids=str)
+def test_where_no_token_was_seen_none_is_drawn(
+    op: Any, device: str, numbers: dict[str, float]
+) -> None:
+    """Penalties leave 0 of the seen ones, as what threads without any have; token 0 has no mass."""
+    batch = of_equal_logits(6, 1500, **numbers)
+    sizes = torch.tensor([1, 3, 63, 65, 130, 200], dtype=torch.int32)
+    ids = (torch.arange(1500, dtype=torch.int32) + 1).repeat(6, 1)
+    counts = (torch.arange(1500) < sizes[:, None]).int().roll(1, dims=-1)
+    logits = torch.full((6, 1500), -INF).masked_fill_(counts > 0, 3.0)
+    batch.state.numbers[:, 5] = 3.0
+    adjustments = Adjustments(
+        torch.full((6,), PENALISED, dtype=torch.int32),
+        torch.full((6, 1), -1, dtype=torch.int32),
+        torch.zeros(6, dtype=torch.int64),
+        None,
+        (GENERATED * counts).to(torch.uint8),
+        counts,
+        ids,
+        sizes,
     )
     state = replace(batch.state, adjustments=adjustments)
     _, turned = check_sampling(replace(batch, logits=logits, state=state), op, device)

@@ -10,7 +10,7 @@ restricts is all above its bounds.
 
 Of a penalised row few tokens were seen, and a list has them. The first leaves out all that were
 seen, the third weighs all as if none had been; then both go through the list, and the third takes
-back what it weighed of those. It gets their logits from the first.
+back what it weighed of those. It gets the logits of most from the first.
 
 The guess decides how long it takes, not what is chosen: if it was wrong, the fourth goes through
 the whole row. Weights are integers, whose sums do not depend on how they are parted. A launch reads
@@ -50,11 +50,11 @@ _PARTS = 2
 _MANY_ROWS = 64
 _PARTS_OF_MANY = 4
 # Many rows would be many times the programs of a GPU, and each program begins with reads that
-# depend on each other and ends with exchanges. So there are at most as many on each multiprocessor
-# as have room at once, and each has a run of a row's blocks.
+# depend on each other and ends with exchanges. So each has a run of a row's blocks, and there are
+# at most as many on each multiprocessor as have room at once, or one for each row.
 _PROGRAMS_OF_MANY = 6
-# Blocks of such a run of the third reading if nothing is adjusted: longer runs take 11% longer where
-# logits are even, since what is gathered is not the same in all.
+# Blocks of such a run of the third reading if nothing is adjusted, however many programs there are:
+# longer runs take 11% longer where logits are even, since what is gathered is not the same in all.
 _RUN_OF_PLAIN = 2
 # Registers of a thread, so that more programs run at once: for many rows of those that read all
 # logits, if nothing adjusts these and if something does, and of those that settle; for few rows of
@@ -96,8 +96,6 @@ _COMPARED: tl.constexpr = tl.constexpr(32)
 # Logits that the narrowing program reads at once, of those gathered or of all, and its warps.
 _CHUNK = 1024
 _SETTLE_WARPS = 16
-# Logits of a block that are scanned at once.
-_SCANNED = 4096
 # Low bits that are the same for all logits of a type once they are float32.
 _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
@@ -180,8 +178,8 @@ class _Found(NamedTuple):
         candidates: the tokens between the bounds in any order: the bits of the logit, then 32 bits
             of the token.
         bins: a histogram of them: what tokens of a nucleus row weigh, or how many there are.
-        kept: the first seen tokens of a penalised row: the bits of the logit that others would
-            have there, then those of the penalised one; None if nothing is adjusted.
+        kept: the first seen tokens of a penalised row that is random: the bits of the logit that
+            others would have there, then those of the penalised one; None if nothing is adjusted.
         listed: ``[2]``: of those of one bin the places in the order of choice, and what each adds.
     """
 
@@ -1313,7 +1311,6 @@ def _draw(
     num_blocks,
     BLOCK: tl.constexpr,
     BLOCK_BLOCKS: tl.constexpr,
-    SCANNED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """The token that is drawn.
@@ -1337,17 +1334,7 @@ def _draw(
     sums = tl.cumsum(masses, axis=0)
     block = tl.min(tl.where(sums > limit, blocks, num_blocks - 1), axis=0)
     before = tl.sum(tl.where(blocks == block, sums - masses, 0), axis=0)
-    # Of many parts the one is found first: fewer numbers are held at a time.
-    start = block * BLOCK
-    if BLOCK > SCANNED:
-        parts = tl.arange(0, BLOCK // SCANNED)
-        cols = start + parts[:, None] * SCANNED + tl.arange(0, SCANNED)[None, :]
-        masses = tl.sum(_kept_masses(logits, cols, last, min_p), axis=1)
-        sums = before + tl.cumsum(masses, axis=0)
-        part = tl.min(tl.where(sums > limit, parts, BLOCK // SCANNED - 1), axis=0)
-        before = tl.sum(tl.where(parts == part, sums - masses, 0), axis=0)
-        start += part * SCANNED
-    cols = start + tl.arange(0, SCANNED)
+    cols = block * BLOCK + tl.arange(0, BLOCK)
     beyond = before + tl.cumsum(_kept_masses(logits, cols, last, min_p), axis=0) > limit
     return tl.min(tl.where(beyond, cols, logits.rows.vocab - 1), axis=0)
 
@@ -1363,7 +1350,6 @@ def _settle_kernel(
     num_blocks,
     BLOCK: tl.constexpr,
     BLOCK_BLOCKS: tl.constexpr,
-    SCANNED: tl.constexpr,
     CHUNK: tl.constexpr,
     UNUSED_BITS: tl.constexpr,
     BIN_BITS: tl.constexpr,
@@ -1469,9 +1455,7 @@ def _settle_kernel(
             else:
                 bits = tl.maximum(bits - BIN_BITS, 0)
         tl.debug_barrier()
-        token = _draw(
-            logits, last, min_p, u, masses_ptr, num_blocks, BLOCK, BLOCK_BLOCKS, SCANNED, CHUNK
-        )
+        token = _draw(logits, last, min_p, u, masses_ptr, num_blocks, BLOCK, BLOCK_BLOCKS, CHUNK)
         _take(token, mode != _DONE, turn, place, row, chosen, rows)
 
 
@@ -1653,7 +1637,6 @@ def sample_tokens(
         blocks,
         BLOCK=block,
         BLOCK_BLOCKS=triton.next_power_of_2(blocks),
-        SCANNED=min(block, _SCANNED),
         CHUNK=_CHUNK,
         UNUSED_BITS=_UNUSED_BITS[logits.dtype],
         BIN_BITS=_BIN_BITS,
