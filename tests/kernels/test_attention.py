@@ -299,7 +299,7 @@ def test_kernel_options_of_decode_rows_of_16_bits(
 
 
 @pytest.mark.parametrize("block_size", [5, 64])
-@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64, 65, 1000])
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64, 65, 385, 513, 1000])
 def test_a_row_whose_last_token_is_seen_by_itself(
     length: int, block_size: int, launch_device: str
 ) -> None:
@@ -307,7 +307,7 @@ def test_a_row_whose_last_token_is_seen_by_itself(
 
     It may be alone in its tile, or in its split. The row beside has no tokens.
     """
-    sizes = {"heads": 6, "kv_heads": 2, "head_dim": 64, "v_head_dim": 40}
+    sizes = {"heads": 6, "kv_heads": 2, "head_dim": 64, "v_head_dim": 56}
     paged = make_paged(
         [(1, length), (1, 0)],
         device=launch_device,
