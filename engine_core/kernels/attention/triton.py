@@ -591,7 +591,8 @@ def paged_attention(call: Call) -> None:
             )
         k_cache, v_cache = k_cache.view(torch.int16), v_cache.view(torch.int16)
         if q.element_size() == 2 and (q.stride(0) % 2 or q.stride(1) % 2 or q.data_ptr() % 4):
-            q = q.contiguous()  # they are read in pairs, too
+            # They are read in pairs, too. One that is contiguous may begin at an odd number.
+            q = q.clone(memory_format=torch.contiguous_format)
     # Products take 16 numbers at least, and those of codes' pairs are two.
     least = 32 if code else 16
     block_d = max(least, triton.next_power_of_2(head_dim))
