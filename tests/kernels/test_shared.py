@@ -46,6 +46,17 @@ def test_the_driver_is_told_of_these_kernels_alone(told: list[tuple[int, int, in
     assert told == [(1 << 40, 9, 57), (3, 9, 57)]
 
 
+def test_a_driver_of_other_gpus_functions_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(name: str) -> Any:
+        raise AssertionError(name)
+
+    monkeypatch.setattr(shared.torch.version, "hip", "6.4")
+    monkeypatch.setattr(shared.ctypes, "CDLL", found)
+    monkeypatch.setattr(shared, "_driver", shared._driver.__wrapped__)
+    monkeypatch.setattr(shared, "_names", set(shared._names))
+    load(shared.half_shared("_a_kernel"), 1)
+
+
 def test_without_cuda_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "_driver", lambda: None)
     monkeypatch.setattr(shared, "_names", set(shared._names))
