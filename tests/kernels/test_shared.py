@@ -17,7 +17,7 @@ from engine_core.kernels.launch import shared
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """What the driver is told: the function, the attribute and its value."""
+    """Calls of the driver: the function, the attribute and its value."""
     calls: list[tuple[int, int, int]] = []
 
     def tell(function: ctypes.c_void_p, attribute: int, value: int) -> int:
@@ -32,7 +32,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 
 
 def load(name: str, function: int) -> None:
-    """What Triton says once it has loaded a kernel."""
+    """Say that a kernel is loaded, as Triton does."""
     hook: Any = knobs.runtime.kernel_load_end_hook
     hook(None, function, name, {}, "")
 
