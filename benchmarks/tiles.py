@@ -89,13 +89,16 @@ def fields(values: str) -> list[Any]:
 def carved(percent: int) -> Iterator[None]:
     """As long as it lasts, loaded programs of one row prefer so much of the first cache."""
     shared = importlib.import_module("engine_core.kernels.launch.shared")
-    before = shared.PERCENT
-    for value in (percent, before):
+
+    def prefer(value: int) -> None:
         shared.PERCENT = value
         for name, function in LOADED:
             shared.prefer(None, function, name)
-        if value == percent:
-            yield
+
+    before = shared.PERCENT
+    prefer(percent)
+    yield
+    prefer(before)
 
 
 LOADED: list[tuple[str, int]] = []

@@ -1,10 +1,10 @@
 """Launches of steps of many sizes on an H200 that a start does not know of, found out without one.
 
-Run by itself with a folder that has a model's config and with settings, each a quantisation, a type
-of the cache and a number of sequences with a "=" between them, since Triton's interpreter takes the
-compiler's place in the other tests. For each it prints a line of JSON: how many variants a start
-has for quick steps, the names of those that only quick steps of other sizes launch, and the names
-of those that only steps without a graph launch.
+Run by itself with a folder that has a model's config and with settings, each a quantisation or
+nothing, a type of the cache and a number of sequences with a "=" between them, since Triton's
+interpreter takes the compiler's place in the other tests. For each it prints a line of JSON: how
+many variants a start has for quick steps, the names of those that only quick steps of other sizes
+launch, and the names of those that only steps without a graph launch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from engine_core.runtime.step_batch import QUICK_GRAIN, GraphKey
 MOST_TOKENS = 8192
 # Prompts and tokens of steps without a graph.
 PROMPTS = (1, 7, 33, 65, 129, 250, 300)
-TOKENS = (1, 65, 129, 200, 256, 300, 600, 700, 900, 1000, 1500, 2047, 3000, 7000)
+TOKENS = (1, 17, 33, 65, 66, 129, 200, 256, 300, 600, 700, 900, 1000, 1500, 2047, 3000, 7000)
 
 
 class EndedError(Exception):
@@ -41,7 +41,7 @@ class EndedError(Exception):
 def task(model: str, quantization: str, kv_cache_dtype: str, sequences: str) -> Rehearsal:
     """A start on an H200 with dummy weights."""
     config = EngineConfig(
-        quantization=quantization,
+        quantization=quantization or None,
         kv_cache_dtype=kv_cache_dtype,
         load_format="dummy",
         skip_tokenizer_init=True,

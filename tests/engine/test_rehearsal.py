@@ -135,22 +135,34 @@ def test_wide_heads_are_rehearsed(tmp_path: Path) -> None:
     assert found["registers"]["_decode_kernel"] == 255
 
 
-def test_steps_of_all_sizes_are_compiled_ahead(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "settings"),
+    [
+        ((4096, 14336, 32, 8), ("int4=fp8=256", "int8=auto=64", "fp8=int8=512")),
+        # Attention of few rows of narrow heads is launched at other moments than that of more.
+        ((896, 4864, 14, 2), ("int8=auto=64", "=auto=256")),
+        ((1024, 4096, 16, 4), ("=auto=64", "int4=auto=64")),
+    ],
+    ids=["heads of 128", "heads of 64", "more heads of 64"],
+)
+def test_steps_of_all_sizes_are_compiled_ahead(
+    sizes: tuple[int, int, int, int], settings: tuple[str, ...], tmp_path: Path
+) -> None:
     """Weights and caches of few bits have other kernels for some numbers of tokens and prompts."""
+    hidden, intermediate, heads, kv_heads = sizes
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
         "num_hidden_layers": 2,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
         "vocab_size": 128256,
         "max_position_embeddings": 8192,
     }
     # Of two layers, since the last one may be run on the few tokens whose logits are wanted.
     (tmp_path / "config.json").write_text(json.dumps(config))
-    settings = ("int4=fp8=256", "int8=auto=64", "fp8=int8=512")
     found = rehearsals(tmp_path / "cache", str(tmp_path), *settings, script="sizes_ahead.py")
     for setting, told in zip(settings, found, strict=True):
         assert told["known"] > 8, setting

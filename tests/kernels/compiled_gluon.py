@@ -20,11 +20,12 @@ from typing import Any
 import torch
 import triton
 from compiled_ahead import compile_launches
-from early_lines import LOADS, STORES, TILES, early_lines
+from early_lines import LAUNCH, LOADS, STORES, TILES, early_lines
 from torch import Tensor
 
 from engine_core.kernels import Chain, ChainNorm, DeferredRMSNorm, Fp8Weight, GroupWeight
 from engine_core.kernels.attention.call import Call
+from engine_core.kernels.attention.decode import Start
 from engine_core.kernels.attention.hopper import triton as attention
 from engine_core.kernels.block_linear import FORMS, group_weight
 from engine_core.kernels.gpu import GPU
@@ -94,7 +95,9 @@ def undivided(rows: int, k: int, dtype: torch.dtype) -> DeferredRMSNorm:
     return DeferredRMSNorm(torch.zeros(rows, k, dtype=dtype), torch.zeros(rows, 64), 1e-5)
 
 
-def epilogue_of(ending: str, rows: int, n: int, head_dim: int, x: Tensor, tile: Tile) -> Any:
+def epilogue_of(
+    ending: str, rows: int, n: int, head_dim: int, x: Tensor, tile: Tile, start: Start
+) -> Any:
     """The end that follows the products of ``x [rows, K]``."""
     residual = torch.zeros(rows, n, dtype=x.dtype)
     if ending == "added":
@@ -103,11 +106,13 @@ def epilogue_of(ending: str, rows: int, n: int, head_dim: int, x: Tensor, tile: 
         cache = torch.zeros(8, 16, 2, head_dim, dtype=x.dtype)
         angles = torch.zeros(rows, head_dim // 2)
         slots = torch.zeros(rows, dtype=torch.int64)
-        return portable.Stored.of(n, angles, angles, cache, cache, slots, False)
+        return portable.Stored.of(n, angles, angles, cache, cache, slots, False, late=start)
     return portable.Activated.of(x, n, ending == "gated")
 
 
-def codes_linear(rows: int, ending: str, dtype: torch.dtype) -> None:
+def codes_linear(
+    rows: int, ending: str, dtype: torch.dtype, start: Start = Start.MULTIPLIED
+) -> None:
     """A linear of Llama 3 8B's shapes by 4-bit codes, with what follows its products."""
     n, k = {"gated": (28672, 4096), "added": (4096, 14336), "stored": (6144, 4096)}[ending]
     tile = choose_codes_tile(rows, n, k, ending == "gated", GPU.of_capability((9, 0)))
@@ -116,11 +121,17 @@ def codes_linear(rows: int, ending: str, dtype: torch.dtype) -> None:
     words = torch.zeros(n, k // 128, 32, dtype=torch.int16)
     weight = GroupWeight(words, scales, scales.to(torch.int8), k, 128, dtype)
     x = undivided(rows, k, dtype)
-    epilogue = epilogue_of(ending, rows, n, 128, x.values, tile)
+    epilogue = epilogue_of(ending, rows, n, 128, x.values, tile, start)
     codes.linear(x.values if ending == "added" else x, weight, epilogue, tile)
 
 
-def teams_linear(rows: int, ending: str, dtype: torch.dtype, has_zeros: bool = True) -> None:
+def teams_linear(
+    rows: int,
+    ending: str,
+    dtype: torch.dtype,
+    has_zeros: bool = True,
+    start: Start = Start.MULTIPLIED,
+) -> None:
     """A linear by 4-bit codes of a program of two or four warp groups."""
     n, k = {"gated": (28672, 4096), "added": (4096, 14336), "stored": (4096, 4096)}[ending]
     tile = choose_teams_tile(rows, n, k, ending == "gated", GPU.of_capability((9, 0)))
@@ -130,11 +141,13 @@ def teams_linear(rows: int, ending: str, dtype: torch.dtype, has_zeros: bool = T
     zeros = scales.to(torch.int8) if has_zeros else None
     weight, x = GroupWeight(words, scales, zeros, k, 128, dtype), undivided(rows, k, dtype)
     assert teams.fits(x.values, weight)
-    epilogue = epilogue_of(ending, rows, n, 128, x.values, tile)
+    epilogue = epilogue_of(ending, rows, n, 128, x.values, tile, start)
     teams.linear(x.values if ending == "added" else x, weight, epilogue, tile)
 
 
-def blocks_linear(rows: int, ending: str, kind: str, dtype: torch.dtype) -> None:
+def blocks_linear(
+    rows: int, ending: str, kind: str, dtype: torch.dtype, start: Start = Start.MULTIPLIED
+) -> None:
     """The same by the blocks of a GGUF file."""
     n, k = {"gated": (28672, 4096), "added": (4096, 14336), "stored": (6144, 4096)}[ending]
     form = FORMS[kind]
@@ -145,7 +158,7 @@ def blocks_linear(rows: int, ending: str, kind: str, dtype: torch.dtype) -> None
     assert tile is not None
     module = integers if tile.mode == "integers" else blocks
     assert module.fits(x.values, weight)
-    epilogue = epilogue_of(ending, rows, n, 128, x.values, tile)
+    epilogue = epilogue_of(ending, rows, n, 128, x.values, tile, start)
     module.linear(x.values if ending == "added" else x, weight, epilogue, tile)
 
 
@@ -156,7 +169,7 @@ def held_linear(rows: int, ending: str, n: int, k: int, head_dim: int, dtype: to
     x, weight = undivided(rows, k, dtype), torch.zeros(n, k, dtype=dtype)
     assert held.fits(x.values, weight)
     bias = weight[:, 0].contiguous() if ending == "stored" else None
-    epilogue = epilogue_of(ending, rows, n, head_dim, x.values, tile)
+    epilogue = epilogue_of(ending, rows, n, head_dim, x.values, tile, Start.MULTIPLIED)
     held.linear(x.values if ending == "added" else x, weight, epilogue, tile, bias)
 
 
@@ -244,11 +257,13 @@ LAUNCHES: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "codes-added-64": (codes_linear, (64, "added", FLOAT16)),
     "codes-stored-16": (codes_linear, (16, "stored", BFLOAT16)),
     "codes-stored-32": (codes_linear, (32, "stored", FLOAT16)),
+    "codes-waited-32": (codes_linear, (32, "stored", BFLOAT16, Start.WAITED)),
     "teams-gated-2": (teams_linear, (2, "gated", BFLOAT16)),
     "teams-gated-32": (teams_linear, (32, "gated", BFLOAT16)),
     "teams-gated-64": (teams_linear, (64, "gated", FLOAT16, False)),
     "teams-added-32": (teams_linear, (32, "added", BFLOAT16, False)),
     "teams-stored-17": (teams_linear, (17, "stored", FLOAT16)),
+    "teams-waited-17": (teams_linear, (17, "stored", BFLOAT16, True, Start.WAITED)),
     "blocks-gated-1": (blocks_linear, (1, "gated", "Q4_K", BFLOAT16)),
     "blocks-gated-8": (blocks_linear, (8, "gated", "Q4_K", BFLOAT16)),
     "blocks-added-4": (blocks_linear, (4, "added", "Q5_K", FLOAT16)),
@@ -257,6 +272,8 @@ LAUNCHES: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "blocks-added-32": (blocks_linear, (32, "added", "Q5_K", FLOAT16)),
     "blocks-stored-1": (blocks_linear, (1, "stored", "Q6_K", BFLOAT16)),
     "blocks-stored-32": (blocks_linear, (32, "stored", "Q4_K", BFLOAT16)),
+    "blocks-waited-32": (blocks_linear, (32, "stored", "Q4_K", BFLOAT16, Start.WAITED)),
+    "blocks-waited-4": (blocks_linear, (4, "stored", "Q4_K", BFLOAT16, Start.WAITED)),
     "floats-gated-1": (blocks_linear, (1, "gated", "Q4_1", BFLOAT16)),
     "floats-added-3": (blocks_linear, (3, "added", "Q8_0", FLOAT16)),
     "floats-stored-1": (blocks_linear, (1, "stored", "Q5_0", BFLOAT16)),
@@ -319,9 +336,9 @@ def main(names: list[str]) -> None:
         launch(*arguments)
         kernel = compiled[-1]
         shared, ptx = kernel.metadata.shared, kernel.asm["ptx"]
-        kinds = (STORES, TILES, LOADS) if "griddepcontrol" in ptx else ()
-        early = [len(early_lines(ptx, kind)) for kind in kinds] or [0, 0, 0]
-        numbers = " ".join(map(str, early))
+        kinds = (STORES, TILES, LOADS, LAUNCH) if "griddepcontrol" in ptx else ()
+        early = [len(early_lines(ptx, kind)) for kind in kinds] or [0, 0, 0, 0]
+        numbers = " ".join(map(str, (*early, len(LAUNCH.findall(ptx)))))
         sys.stdout.write(f"{name} {shared} {resources(kernel.asm['cubin'])} {numbers}\n")
         sys.stdout.flush()
 

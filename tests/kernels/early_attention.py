@@ -3,28 +3,32 @@
 Run by itself, for a GPU that is not there, since Triton's interpreter takes the compiler's place in
 the other tests. It prints a line for each number of rows that is given, perhaps with "-codes" for a
 cache of 8-bit floats, "-chained" before a chain of linears and "-narrow" for 2 KV heads of 64; with
-"-linear" of the linear to such queries, keys and values. A line says where the machine code's text
-lets the next kernel be launched, "first", or "last" by its waits and products, or "between"; how
-often; and how many lines that ask for tiles, or store, need not have waited.
+"-linear" of the linear to such queries, keys and values, with "-codes" of 8-bit floats and with
+"-deterministic" whatever the other rows. "-ada" is for such a GPU. A line says where the machine
+code's text lets the next kernel be launched, "first", or "last" by its waits and products,
+"between", or "none"; how often; how many lines that ask for tiles, or store, need not have waited;
+and by which name the code is known. Where nothing waits, it says in place of the tiles whether
+the last token is seen by itself.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from typing import Any
 
 import torch
 from early_lines import STORES, WAIT, early_lines
 from triton.compiler import compile as compile_kernel
 
-from engine_core.kernels import GPU, linear_rotary_store
+from engine_core.kernels import GPU, Fp8Weight, linear_rotary_store
 from engine_core.kernels.codes import SCALE_BYTES
 from engine_core.nn import Attention
 from engine_core.runtime.absent import absent_gpu
 from engine_core.runtime.ahead import Part, Variant, recording, target_of
 from engine_core.step_context import AttentionMetadata, BuildContext, GroupMetadata, building
 
-HOPPER = GPU.of_capability((9, 0))
+ADA, HOPPER = GPU.of_capability((8, 9)), GPU.of_capability((9, 0))
 BLOCK_SIZE, BLOCKS = 64, 16
 LAUNCH = "griddepcontrol.launch_dependents"
 # Of matrix units; those of one row have none.
@@ -50,22 +54,30 @@ def attend(rows: int, words: list[str]) -> None:
     layer.attend(q, *caches, metadata, chained=chained)
 
 
-def multiply(rows: int) -> None:
+def multiply(rows: int, words: list[str]) -> None:
     """Make queries, keys and values of so many rows, and store these."""
     x = torch.zeros(rows, 896, dtype=torch.bfloat16, device="cuda")
-    weight = torch.zeros(1152, 896, dtype=torch.bfloat16, device="cuda")
+    weight: Any = torch.zeros(1152, 896, dtype=torch.bfloat16, device="cuda")
+    if "codes" in words:
+        weight = Fp8Weight(
+            weight.to(torch.float8_e4m3fn), torch.zeros(1152, device="cuda"), torch.bfloat16
+        )
     cache = torch.zeros(BLOCKS, BLOCK_SIZE, 2, 64, dtype=torch.bfloat16, device="cuda")
     angles = torch.zeros(rows, 32, device="cuda")
     slots = torch.zeros(rows, dtype=torch.int64, device="cuda")
-    linear_rotary_store(x, weight, None, angles, angles, cache, cache.clone(), slots)
+    linear_rotary_store(
+        *(x, weight, None, angles, angles, cache, cache.clone(), slots),
+        deterministic="deterministic" in words,
+    )
 
 
 def launched(rows: int, words: list[str]) -> Variant:
     """The kernel of a layer's attention, or of the linear ahead of it."""
     found: list[Part] = []
-    with absent_gpu(HOPPER, 1 << 30), recording(target_of(HOPPER.capability), found.append):
+    gpu = ADA if "ada" in words else HOPPER
+    with absent_gpu(gpu, 1 << 30), recording(target_of(gpu.capability), found.append):
         if "linear" in words:
-            multiply(rows)
+            multiply(rows, words)
         else:
             attend(rows, words)
     name = "_linear_kernel" if "linear" in words else "_decode_kernel"
@@ -79,13 +91,17 @@ def main(names: list[str]) -> None:
         variant = launched(int(rows), words)
         made = compile_kernel(variant.source, target=variant.target, options=variant.options)
         ptx = made.asm["ptx"]
-        at = ptx.index(LAUNCH)
+        at = ptx.find(LAUNCH)
         waits = [found.start() for found in re.finditer(WAIT, ptx)]
         ends = waits[-1:] + [found.start() for found in PRODUCT.finditer(ptx)][-1:]
-        first, last = at < waits[0], at > max(ends)
-        place = "first" if first else "last" if last else "between"
+        place = "first" if at < min(waits, default=0) else "last" if at > max(ends) else "between"
         early = [len(early_lines(ptx, what)) for what in (ASKED, STORES)]
-        sys.stdout.write(f"{name} {place} {ptx.count(LAUNCH)} {early[0]} {early[1]}\n")
+        if not waits:
+            given = variant.source.constants.items()
+            constants = {variant.source.fn.arg_names[path[0]]: value for path, value in given}
+            early = [int(constants["EARLY"]), 0]
+        told = (name, place if at >= 0 else "none", ptx.count(LAUNCH), *early, made.metadata.name)
+        sys.stdout.write(" ".join(map(str, told)) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass, field
 
 WAIT = "griddepcontrol.wait"
+# Lets the next kernel be launched.
+LAUNCH = re.compile(r"griddepcontrol\.launch_dependents")
 # Writes to global memory, tiles that are brought from it, and numbers.
 STORES = re.compile(r"\bst\.global|\b(red|atom)\.\S*global|\.tensor\.\dd\.global\.shared")
 TILES = re.compile(r"\.tensor\.\dd\.shared::\w+\.global")

@@ -299,7 +299,7 @@ def test_kernel_options_of_decode_rows_of_16_bits(
 
 
 @pytest.mark.parametrize(("block_size", "head_dim"), [(5, 64), (64, 64), (64, 128)])
-@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64, 65, 1000])
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64, 65, 385, 513, 1000])
 def test_a_row_whose_last_token_is_seen_by_itself(
     length: int,
     block_size: int,
@@ -314,7 +314,7 @@ def test_a_row_whose_last_token_is_seen_by_itself(
     from engine_core.kernels.attention import decode
 
     monkeypatch.setattr(decode, "start_of", lambda *_: decode.Start.AT_ONCE)
-    sizes = {"heads": 6, "kv_heads": 2, "head_dim": head_dim, "v_head_dim": 40}
+    sizes = {"heads": 6, "kv_heads": 2, "head_dim": head_dim, "v_head_dim": 56}
     paged = make_paged(
         [(1, length), (1, 0)],
         device=launch_device,

@@ -315,6 +315,24 @@ def test_attention_kernel(
     assert error(call.out, expect(plain, **options)) < limit
 
 
+@pytest.mark.parametrize("widths", [(1, 0), (0, 1), (0, 0)])
+def test_queries_that_lie_at_odd_numbers(widths: tuple[int, int], launch_device: str) -> None:
+    """Two of them are no word of 32 bits there: with odd strides, and where the first is one."""
+    from engine_core.kernels.attention import triton
+
+    made = make_paged(ROWS, device=launch_device, dtype=torch.bfloat16)
+    paged, plain = coded(made, torch.int8)
+    tokens, heads, dim = paged.q.shape
+    sizes = (tokens, heads * (dim + widths[1]) + widths[0])
+    memory = torch.zeros(sizes[0] * sizes[1] + 1, dtype=torch.bfloat16, device=launch_device)
+    rows = memory[1:].view(sizes)[:, : heads * (dim + widths[1])]
+    q = rows.unflatten(1, (heads, dim + widths[1]))[..., :dim].copy_(paged.q)
+    assert q.data_ptr() % 4 == 2
+    call = call_of(replace(paged, q=q))
+    triton.paged_attention(call)
+    assert error(call.out, expect(plain)) < TOLERANCE[torch.bfloat16]
+
+
 @pytest.mark.parametrize(("code", "heads"), [(CODES[0], 4), (CODES[1], 32)], ids=str)
 def test_blocks_that_were_given_back_before_a_window(
     code: torch.dtype, heads: int, launch_device: str

@@ -176,12 +176,15 @@ def test_a_chain_is_launched_at_once_behind_caches_of_codes() -> None:
 
 
 def start(rows: int, heads: int, kv_heads: int, dim: int, size: int = 2) -> decode.Start:
-    return decode.start_of(rows, heads // kv_heads, kv_heads, dim, size, H200)
+    return decode.start_of(rows, heads // kv_heads, kv_heads, dim, dim, size, H200)
 
 
 def test_attention_of_few_rows_starts_before_the_linear_ahead_has_multiplied() -> None:
-    """At once with up to 16, and later as long as a multiprocessor has a program at most."""
-    assert [start(rows, 14, 2, 64) for rows in (1, 16, 17, 66, 67)] == [
+    """At once with up to 16, and later as long as a multiprocessor has a program at most.
+
+    Rows count as a power of 2, beyond which linears take other tiles, too.
+    """
+    assert [start(rows, 14, 2, 64) for rows in (1, 16, 17, 64, 65)] == [
         decode.Start.AT_ONCE,
         decode.Start.AT_ONCE,
         decode.Start.WAITED,
@@ -190,12 +193,41 @@ def test_attention_of_few_rows_starts_before_the_linear_ahead_has_multiplied() -
     ]
     assert start(16, 32, 8, 64) == decode.Start.AT_ONCE
     assert start(17, 32, 8, 64) == decode.Start.MULTIPLIED
+    assert start(32, 16, 4, 64) == decode.Start.WAITED
+    assert start(33, 16, 4, 64) == decode.Start.MULTIPLIED
 
 
 def test_attention_starts_late_where_asking_early_gains_nothing() -> None:
-    """Of wide heads, of codes and float32, and of heads that are rows of products."""
+    """Of wide heads, of codes and float32, and of heads that are rows of products.
+
+    These are so if there are many, or if keys or values have two parts.
+    """
     late = [start(1, 32, 8, 128), start(1, 14, 2, 64, 1), start(1, 14, 2, 64, 4)]
-    assert {*late, start(1, 32, 2, 64)} == {decode.Start.MULTIPLIED}
+    late += [start(1, 32, 2, 64), start(1, 14, 2, 40), decode.start_of(1, 7, 2, 64, 40, 2, H200)]
+    assert set(late) == {decode.Start.MULTIPLIED}
+    assert decode.start_of(1, 7, 2, 64, 56, 2, H200) == decode.Start.AT_ONCE
+
+
+def test_attention_that_starts_early_does_not_let_its_successor_start_at_once() -> None:
+    """It reads the plan before it waits: of this attention and the one before, one has waited."""
+    for rows, kv_heads, dim, size in product((1, 12, 25, 50), (1, 2, 8), (64, 128), (1, 2)):
+        if start(rows, 4 * kv_heads, kv_heads, dim, size) < decode.Start.MULTIPLIED:
+            for chained in (False, True):
+                assert not decode.leaves_room(rows * kv_heads, dim, size, H200, chained=chained)
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads"), [(1, (14, 2, 64)), (4, (4, 2, 24)), (16, (32, 8, 64)), (64, (8, 1, 56))]
+)
+def test_attention_that_starts_early_has_heads_as_columns(
+    rows: int, heads: tuple[int, int, int]
+) -> None:
+    """Others ask for nothing before they wait."""
+    assert start(rows, *heads) < decode.Start.MULTIPLIED
+    block = max(16, decode.power_of_2(heads[2]))
+    rests = (decode.rest_of(heads[2], block),) * 2
+    group = heads[0] // heads[1]
+    assert decode.launch(rows, group, heads[1], block, block, 2, H200, rests).block_g < 16
 
 
 @pytest.mark.slow
@@ -209,11 +241,18 @@ def test_what_attention_and_the_linear_ahead_do_before_they_wait(tmp_path: Path)
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     expected = [
         *("24 last 1 0 0", "32 first 1 0 0", "1-codes last 1 0 0", "1-codes-chained first 1 0 0"),
-        *("1-chained last 1 0 0", "1-narrow last 1 64 0", "67-narrow last 1 0 0"),
+        *("1-chained last 1 0 0", "1-narrow last 1 64 0", "65-narrow last 1 0 0"),
+        # It launches no kernel beside the one ahead.
+        "1-narrow-ada none 0 0 0",
         # What is asked for here is a weight.
-        *("1-linear first 1 0 0", "8-linear first 1 7 0", "17-linear between 1 7 0"),
-        "67-linear last 1 7 0",
+        *("8-linear first 1 7 0", "17-linear between 1 7 0", "65-linear last 1 7 0"),
+        *("1-linear first 1 0 0", "1-linear-deterministic last 1 0 0"),
+        "1-linear-codes first 1 0 0",
     ]
+    name = ("_decode_kernel", "_linear_kernel")
+    expected = [f"{line} {name['linear' in line]}" for line in expected]
+    # Of numbers of one row, whose programs keep half of the first cache as shared memory.
+    expected[-3] += "_of_one_row"
     done = forkserver.run(
         [sys.executable, str(script), *(line.split()[0] for line in expected)],
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},

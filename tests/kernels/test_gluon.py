@@ -659,6 +659,7 @@ MORE_FORMS = (
     *("codes-added-64", "segments-80", "segments-64-long", "products-wide-32"),
     *("products-wide-192", "held-added-8", "held-added-225", "held-stored-16", "chain-bias"),
     *("chain-codes-zeros", "chain-last", "chain-codes-last", "parts-wide"),
+    *("codes-waited-32", "teams-waited-17", "blocks-waited-32", "blocks-waited-4"),
 )
 
 
@@ -669,7 +670,7 @@ EARLY_TILES = {
     **dict.fromkeys(("heads-48", "8B", "0.5B", "1B-long", "heads-80", "heads-256"), 0),
     **dict.fromkeys(("parts", "parts-wide"), 1),
     "teams-added-32": 4,
-    **dict.fromkeys(("teams-gated-32", "teams-stored-17"), 6),
+    **dict.fromkeys(("teams-gated-32", "teams-stored-17", "teams-waited-17"), 6),
     "teams-gated-64": 8,
     "teams-gated-2": 12,
     **dict.fromkeys(("gated-bias", "gated-narrow", "gated-undivided", "quick-gelu-bias"), 2),
@@ -693,7 +694,8 @@ def test_they_compile_for_a_hopper_gpu_that_is_not_there(
     """By a child, for here kernels are interpreted, and with registers enough for their loops.
 
     Nothing is written before the kernel ahead was waited for, but for a count of tiles that chains
-    deal out, which is theirs alone; and nothing is read but of weights.
+    deal out, which is theirs alone; and nothing is read but of weights. Where attention is launched
+    once its linear has waited, that is so in all code that lets it be.
     """
     pytest.importorskip("triton", reason="triton is not installed")
     script = Path(__file__).with_name("compiled_gluon.py")
@@ -707,13 +709,15 @@ def test_they_compile_for_a_hopper_gpu_that_is_not_there(
     )
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [name for name, *_ in lines] == list(names), done.stderr
-    for name, shared, _, stack, stores, tiles, loads in lines:
+    for name, shared, _, stack, stores, tiles, loads, early, launches in lines:
         assert int(shared) <= 227 * 1024, name
         # A tile of results in it, and not in registers, would take 256 or 512 bytes.
         assert int(stack) < 192, name
         assert stores == ("1" if name in DEALING else "0"), name
         if name in EARLY_TILES:
             assert (int(tiles), loads) == (EARLY_TILES[name], "0"), name
+        if "-waited-" in name:
+            assert (early, launches) == ("0", "2" if name.startswith("teams") else "1"), name
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from engine_core.kernels.launch import shared
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """What the driver is told: the function, the attribute and its value."""
+    """Calls of the driver: the function, the attribute and its value."""
     calls: list[tuple[int, int, int]] = []
 
     def tell(function: ctypes.c_void_p, attribute: int, value: int) -> int:
@@ -32,7 +32,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 
 
 def load(name: str, function: int) -> None:
-    """What Triton says once it has loaded a kernel."""
+    """Say that a kernel is loaded, as Triton does."""
     hook: Any = knobs.runtime.kernel_load_end_hook
     hook(None, function, name, {}, "")
 
@@ -44,6 +44,17 @@ def test_the_driver_is_told_of_these_kernels_alone(told: list[tuple[int, int, in
     load("_of_somebody_else", 2)
     load("_another_kernel", 3)
     assert told == [(1 << 40, 9, 57), (3, 9, 57)]
+
+
+def test_a_driver_of_other_gpus_functions_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(name: str) -> Any:
+        raise AssertionError(name)
+
+    monkeypatch.setattr(shared.torch.version, "hip", "6.4")
+    monkeypatch.setattr(shared.ctypes, "CDLL", found)
+    monkeypatch.setattr(shared, "_driver", shared._driver.__wrapped__)
+    monkeypatch.setattr(shared, "_names", set(shared._names))
+    load(shared.half_shared("_a_kernel"), 1)
 
 
 def test_without_cuda_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -323,8 +323,8 @@ class Start(IntEnum):
 
 
 def start_of(
-    num_rows: int, group_size: int, kv_heads: int, dims: int, number_bytes: int,
-    multiprocessors: int,
+    num_rows: int, group_size: int, kv_heads: int, head_dim: int, v_head_dim: int,
+    number_bytes: int, multiprocessors: int,
 ) -> Start:  # fmt: skip
     """When attention of so many rows starts; before ``MULTIPLIED`` it asks for tokens early.
 
@@ -338,16 +338,22 @@ def start_of(
     is best (1B, 16 rows, 1.044 once it has waited), with more it is not (0.5B, 64 rows, 1.040).
     Heads of 128 gain nothing: Llama 3 8B, 8 rows, 4.262 late, 4.276 at once.
 
+    Rows count as a power of 2. Linears take other tiles beyond 32 and 64 of them: where that number
+    lay in between, a few numbers of rows alone would have a variant of a linear to themselves.
+
     Args:
         num_rows: as of :func:`launch`.
         group_size: likewise.
         kv_heads: likewise.
-        dims: the wider of a head's keys and values.
+        head_dim: of queries and keys.
+        v_head_dim: of values.
         number_bytes: of the cache.
         multiprocessors: of the device.
     """
-    turned = heads_together(group_size, max(16, power_of_2(dims)), number_bytes, False)
-    programs = num_rows * kv_heads
+    dims = max(head_dim, v_head_dim)
+    in_parts = any(rest_of(dim, max(16, power_of_2(dim))) for dim in (head_dim, v_head_dim))
+    turned = heads_together(group_size, max(16, power_of_2(dims)), number_bytes, in_parts)
+    programs = power_of_2(num_rows) * kv_heads
     if number_bytes != 2 or dims > 64 or turned > _TURNED_HEADS or programs > multiprocessors:
         return Start.MULTIPLIED
     return Start.AT_ONCE if num_rows <= 16 else Start.WAITED

@@ -297,8 +297,9 @@ def _decode_kernel(
     TURNED: tl.constexpr = BLOCK_G < 16
     kv_head = (tl.program_id(0) // G_TILES).to(tl.int64)
     item = tl.program_id(1).to(tl.int64)
-    # The kernel before stores the newest tokens, and launches this one once it has waited itself:
-    # a plan of an earlier layer is older than it, as the lengths are, and needs no wait.
+    # A plan of an earlier layer needs no wait, as the lengths do not. That layer's attention had
+    # waited for it before it let its successor be launched; or, with AT_ONCE, the kernel that
+    # launches this one has waited itself.
     if planned_now:
         wait(PDL)
     items_ptr += item * ITEM
@@ -590,7 +591,8 @@ def paged_attention(call: Call) -> None:
             )
         k_cache, v_cache = k_cache.view(torch.int16), v_cache.view(torch.int16)
         if q.element_size() == 2 and (q.stride(0) % 2 or q.stride(1) % 2 or q.data_ptr() % 4):
-            q = q.contiguous()  # they are read in pairs, too
+            # They are read in pairs, too. One that is contiguous may begin at an odd number.
+            q = q.clone(memory_format=torch.contiguous_format)
     # Products take 16 numbers at least, and those of codes' pairs are two.
     least = 32 if code else 16
     block_d = max(least, triton.next_power_of_2(head_dim))
@@ -647,9 +649,11 @@ def paged_attention(call: Call) -> None:
             call.memo,
         )
         start = decode.start_of(
-            num_decode_rows, group_size, num_kv_heads, max(head_dim, v_head_dim),
+            num_decode_rows, group_size, num_kv_heads, head_dim, v_head_dim,
             1 if code else q.element_size(), num_multiprocessors(q.device),
         )  # fmt: skip
+        # Other GPUs, but for the interpreter's, launch no kernel beside the one ahead.
+        early = start < decode.Start.MULTIPLIED and (pdl["PDL"] or not q.is_cuda)
         size = (len(items), num_heads)
         _decode_kernel[(head_tiles, len(items))](
             call.out,
@@ -675,7 +679,7 @@ def paged_attention(call: Call) -> None:
                 chained=call.chained,
             ),
             # Behind a chain it is the rotation that lets it be launched, which has waited itself.
-            EARLY=not call.chained and start < decode.Start.MULTIPLIED,
+            EARLY=early and not call.chained,
             num_warps=cut.num_warps,
             num_stages=cut.num_stages,
             # Not every kind of GPU's compiler has this option.

@@ -11,6 +11,7 @@ import ctypes
 import functools
 from typing import Any
 
+import torch
 from triton import knobs
 
 # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT of cuFuncSetAttribute.
@@ -42,6 +43,8 @@ def prefer(module: Any, function: int, name: str, *more: Any) -> None:
 @functools.cache
 def _driver() -> Any:
     """CUDA's, which a process that loads kernels for it has; None if there is none."""
+    if torch.version.hip is not None:
+        return None  # the functions are those of another driver
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -386,15 +386,17 @@ def linear_rotary_store(
         tile = _tile(values, weight, False, deterministic, ending)
     if tile is not None:
         assert not isinstance(x, CodedRows), "many rows are in codes, and have no tile"
-        from engine_core.kernels.attention.decode import start_of
+        from engine_core.kernels.attention.decode import Start, start_of
         from engine_core.kernels.launch.triton import num_multiprocessors
         from engine_core.kernels.linear import triton
 
         keys, values_of = cache_parts(k_cache)[0], cache_parts(v_cache)[0]
         late = start_of(
-            rows, num_heads // num_kv_heads, num_kv_heads, max(head_dim, values_of.shape[3]),
+            rows, num_heads // num_kv_heads, num_kv_heads, head_dim, values_of.shape[3],
             keys.element_size(), num_multiprocessors(values.device),
         )  # fmt: skip
+        if deterministic:
+            late = Start.MULTIPLIED  # such attention asks for nothing before it waits
         stored = triton.Stored.of(
             len(weight), cos, sin, k_cache, v_cache, slot_mapping, interleaved,
             dtype=values.dtype, kv_scales=kv_scales, late=late, **norms,

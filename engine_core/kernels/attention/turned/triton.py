@@ -25,7 +25,7 @@ from engine_core.kernels.launch.triton import wait, wait_within
 
 
 class Row(NamedTuple):
-    """What the queries of a row and a KV head may see, and where they are.
+    """All that the queries of a row and a KV head may see, and where they are.
 
     Attributes:
         q: the row's queries.
@@ -108,9 +108,9 @@ def _load_last(inputs, row, block, waited, wanted, SHAPE: tl.constexpr):
 def _see_last(
     inputs, q, factors, k, v, SHAPE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """What :func:`attend` has once queries ``q [BLOCK_G, D]`` have seen their own token alone.
+    """Values, weights' sums and greatest logits of queries that have seen their own token alone.
 
-    Values, weights' sums, and greatest logits.
+    These are what :func:`attend` begins with. Queries are ``q [BLOCK_G, D]``.
     """
     products = q.to(tl.float32) * k.to(tl.float32)[None, :]
     logits = _capped(tl.sum(products, axis=1) * factors, inputs, SHAPE)
