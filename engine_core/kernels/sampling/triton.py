@@ -51,7 +51,7 @@ _MANY_ROWS = 64
 _PARTS_OF_MANY = 4
 # Many rows would be many times the programs of a GPU, and each program begins with reads that
 # depend on each other and ends with exchanges. So each has a run of a row's blocks, and there are
-# at most as many on each multiprocessor as have room at once, or one for each row.
+# at most as many on each multiprocessor as have room at once, or two for each row.
 _PROGRAMS_OF_MANY = 6
 # Blocks of such a run of the third reading if nothing is adjusted, however many programs there are:
 # longer runs take 11% longer where logits are even, since what is gathered is not the same in all.
@@ -1529,10 +1529,10 @@ def sample_tokens(
     runs = blocks
     if is_many:
         programs = _PROGRAMS_OF_MANY * num_multiprocessors(device)
-        wanted = max(1, programs // num_rows)
+        wanted = max(2, programs // num_rows)
         peak_parts = triton.cdiv(parts_of_row, wanted)
         peak_programs = triton.cdiv(parts_of_row, peak_parts)
-        most_programs = max(1, min(parts_of_row, programs // _MANY_ROWS))
+        most_programs = max(2, min(parts_of_row, programs // _MANY_ROWS))
         run = _RUN_OF_PLAIN if adjustments is None else triton.cdiv(blocks, wanted)
         runs = triton.cdiv(blocks, run)
     # Of each part some logits are in the sample, at equal distances; none if all are gathered.
