@@ -406,7 +406,7 @@ def _load_seen_ids(rows, row, start, size, LANES: tl.constexpr):
 
 @triton.jit
 def _load_seen_tokens(rows, place, row, ids, start, size, LANES: tl.constexpr):
-    """What is known of the seen tokens ``ids``, those from ``start`` on."""
+    """Logits and counts of the seen tokens ``ids``, those from ``start`` on."""
     are_there = start + tl.arange(0, LANES) < size
     raw_ptr = rows.logits + place * rows.stride + ids
     raw = tl.load(raw_ptr, mask=are_there, other=float("-inf"))
@@ -416,7 +416,7 @@ def _load_seen_tokens(rows, place, row, ids, start, size, LANES: tl.constexpr):
 
 @triton.jit
 def _load_kept(kept, place, start, size, LANES: tl.constexpr, KEPT: tl.constexpr):
-    """What _adjust_seen gave for seen tokens from ``start`` on, of those that are kept."""
+    """Logits that _adjust_seen gave for seen tokens from ``start`` on, of those that are kept."""
     index = start + tl.arange(0, LANES)
     both = tl.load(kept + place * KEPT + index, mask=index < tl.minimum(size, KEPT), other=0)
     before = (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
