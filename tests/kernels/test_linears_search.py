@@ -48,13 +48,14 @@ def test_every_way_fits_the_weight_and_the_rows(case: Case) -> None:
         assert warps_fit or tile.mode != "wx" or tile == chosen
 
 
-@pytest.mark.usefixtures("launch_device")
-def test_a_case_is_timed_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_is_timed_and_compared(launch_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linears_search, "native_reader", lambda weight: weight.reader())
     case = Case.named("int4/1/64x256g")
     tile = next(linears_search.space(case))
     torch.manual_seed(0)
-    line = linears_search.time_case(case, None, HostClock(), 60, "cpu", [tile], turn_bytes=1)
+    line = linears_search.time_case(
+        case, None, HostClock(), 60, launch_device, [tile], turn_bytes=1
+    )
     # The tile, and what is fetched ahead with it.
     assert len(line["times"]) == 4
     assert line["wrong"] == []
