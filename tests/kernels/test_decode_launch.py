@@ -241,7 +241,8 @@ def test_what_attention_and_the_linear_ahead_do_before_they_wait(tmp_path: Path)
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     expected = [
         *("24 last 1 0 0", "32 first 1 0 0", "1-codes last 1 0 0", "1-codes-chained first 1 0 0"),
-        *("1-chained last 1 0 0", "1-narrow last 1 64 0", "65-narrow last 1 0 0"),
+        *("1-chained last 1 0 0", "1-narrow last 1 96 0", "3-narrow last 1 64 0"),
+        "65-narrow last 1 0 0",
         # It launches no kernel beside the one ahead.
         "1-narrow-ada none 0 0 0",
         # What is asked for here is a weight.
@@ -286,6 +287,10 @@ def test_tiles_in_flight_follow_from_the_programs_of_rows() -> None:
     for heads in (28, 64):
         assert [stages(rows, heads, 4) for rows in (1, 99, 100, 132, 133)] == [3, 3, 4, 4, 3]
     assert decode.launch(132, 16, 4, 128, 128, 2, H200, (16, 16)).num_stages == 3
+    narrow = [launch(rows, 14, 2, 64) for rows in (1, 2, 3, 66, 67)]
+    assert [(cut.block_n, cut.num_stages) for cut in narrow] == [
+        (64, 3), (64, 3), (32, 4), (32, 4), (32, 3)
+    ]  # fmt: skip
     assert [stages(rows, 64, 4, size=1) for rows in (1, 33)] == [3, 3]
     assert [stages(rows, 128, 4) for rows in (100, 132)] == [3, 3]
     assert [launch(rows, 32, 1, 256).block_n for rows in (1, 400)] == [32, 32]
