@@ -603,10 +603,11 @@ def test_memory_of_requests_under_way_has_a_bound(monkeypatch: pytest.MonkeyPatc
     # One large picture is within it, two are not.
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     monkeypatch.setattr("engine_core.engine.frontend._SHARE_OF_MEMORY", 225_000 / memory)
-    long = GREEDY.replace(max_tokens=100)
+    # None of them is done before the last one is asked for.
+    config, long = CONFIG.replace(max_model_len=4096), GREEDY.replace(max_tokens=2000)
 
     async def scene() -> None:
-        engine = await AsyncEngine.start(str(FOLDER), CONFIG)
+        engine = await AsyncEngine.start(str(FOLDER), config)
         try:
             streams = [await engine.add_request(shown(data_url()), long) for _ in range(3)]
             streams.append(await engine.add_request(shown(data_url(OTHER)), long))
