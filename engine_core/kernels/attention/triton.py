@@ -29,6 +29,7 @@ from engine_core.kernels.attention.tiles.triton import (
     load_queries,
     load_scales,
     no_values,
+    seen_of,
     store_rows,
     store_values,
     tile_logits,
@@ -77,17 +78,18 @@ def _attend_tiles(
 
     ``low`` is a multiple of BLOCK_N. Without MASKED ``high`` is one too, and all see every token.
     """
-    block = block_at(queries.table, low, high, SHAPE)
+    seen = queries.seen
+    block = block_at(seen.table, low, high, SHAPE)
     for start in range(low, high, BLOCK_N):
         in_range = start + tl.arange(0, BLOCK_N) < high
         # Loaded one tile ahead, so that no key waits for it.
-        next_block = block_at(queries.table, start + BLOCK_N, high, SHAPE)
+        next_block = block_at(seen.table, start + BLOCK_N, high, SHAPE)
         logits = tile_logits(inputs, queries, block, start, in_range, SHAPE, BLOCK_N, MASKED)
         inverse = logits
         if inputs.v_scales is not None:
             # Weights and scales in one exponent: no product of them is too small for 16 bits.
             scales = load_scales(
-                inputs.v_scales, inputs.v_scales_strides, queries, block, start, in_range, SHAPE,
+                inputs.v_scales, inputs.v_scales_strides, seen, block, start, in_range, SHAPE,
                 BLOCK_N, MASKED,
             )  # fmt: skip
             exponents = log2_of(scales, SHAPE.native)
@@ -316,16 +318,13 @@ def _decode_kernel(
     heads = kv_head * GROUP_SIZE + in_group
     head_mask = in_group < GROUP_SIZE
     q_ptr = inputs.q + row * inputs.q_strides[0]
-    k = inputs.k_cache + kv_head * inputs.k_strides[2]
-    v = inputs.v_cache + kv_head * inputs.v_strides[2]
     table = inputs.block_tables + row * table_stride
     prefix_len = 0
     if SHAPE.has_prefix:
         prefix_len = tl.load(inputs.prefix_lens + row)
+    seen = seen_of(inputs, kv_head, table, window, prefix_len)
     if TURNED:
-        of_row = turned.Row(
-            q_ptr, heads, head_mask, kv_len - 1, k, v, kv_head, table, window, prefix_len
-        )
+        of_row = turned.Row(q_ptr, heads, head_mask, kv_len - 1, seen)
         sums, denominator, maximum = turned.attend(
             inputs, of_row, low, high, SHAPE, BLOCK_G, BLOCK_N, EARLY, PDL
         )
@@ -336,9 +335,7 @@ def _decode_kernel(
             inputs, q_ptr, heads * inputs.q_strides[1], heads, head_mask, SHAPE
         )
         positions = tl.zeros([BLOCK_G], dtype=tl.int32) + (kv_len - 1)
-        queries = Queries(
-            q, q_odd, q_scales, positions, slopes, k, v, kv_head, table, window, prefix_len
-        )
+        queries = Queries(q, q_odd, q_scales, positions, slopes, seen)
         acc = no_values(BLOCK_G, SHAPE)
         denominator = tl.zeros([BLOCK_G], dtype=tl.float32)
         maximum = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)

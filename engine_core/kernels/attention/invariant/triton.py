@@ -199,7 +199,7 @@ def _tiles_kernel(
         ones = tl.full([BLOCK_N, 16], 1.0, queries.q.dtype)
         tile_denominator = tl.max(tl.dot(weights, ones, input_precision=SHAPE.precision), axis=1)
         v = load_tokens(
-            queries.v, inputs.v_strides, table_ptr, kv_block, start, in_range, SHAPE, SHAPE.dv,
+            queries.seen.v, inputs.v_strides, table_ptr, kv_block, start, in_range, SHAPE, SHAPE.dv,
             SHAPE.block_dv, BLOCK_N, True,
         )  # fmt: skip
         tile_acc = tl.dot(weights, v, input_precision=SHAPE.precision)

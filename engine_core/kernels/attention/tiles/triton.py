@@ -83,6 +83,26 @@ class Shape(NamedTuple):
     rest_dv: int = 0
 
 
+class Seen(NamedTuple):
+    """Keys and values of a row that the queries of a KV head may see.
+
+    Attributes:
+        k: the KV head's keys in block 0.
+        v: its values there.
+        kv_head: the KV head.
+        table: the row's blocks.
+        window: sliding window in tokens.
+        prefix_len: leading tokens that all queries see.
+    """
+
+    k: Any
+    v: Any
+    kv_head: Any
+    table: Any
+    window: Any
+    prefix_len: Any
+
+
 class Queries(NamedTuple):
     """Queries of a row and a KV head, and the keys and values that they see.
 
@@ -93,12 +113,7 @@ class Queries(NamedTuple):
         scales: ``[M]``, what a product is to be multiplied with if keys are codes.
         positions: ``[M]``.
         slopes: ``[M]``, in units of log 2.
-        k: the KV head's keys in block 0.
-        v: its values there.
-        kv_head: the KV head.
-        table: the row's blocks.
-        window: sliding window in tokens.
-        prefix_len: leading tokens that all queries see.
+        seen: the keys and values.
     """
 
     q: Any
@@ -106,12 +121,15 @@ class Queries(NamedTuple):
     scales: Any
     positions: Any
     slopes: Any
-    k: Any
-    v: Any
-    kv_head: Any
-    table: Any
-    window: Any
-    prefix_len: Any
+    seen: Any
+
+
+@triton.jit
+def seen_of(inputs, kv_head, table, window, prefix_len):
+    """Keys and values of a KV head and a row whose blocks are in ``table``."""
+    k = inputs.k_cache + kv_head * inputs.k_strides[2]
+    v = inputs.v_cache + kv_head * inputs.v_strides[2]
+    return Seen(k, v, kv_head, table, window, prefix_len)
 
 
 @triton.jit
@@ -188,11 +206,8 @@ def load_pairs(
     tokens = (query_begin + queries).to(tl.int64)
     rows = tokens * inputs.q_strides[0] + heads * inputs.q_strides[1]
     q, q_odd, scales, slopes = load_queries(inputs, inputs.q, rows, heads, mask, SHAPE)
-    k = inputs.k_cache + kv_head * inputs.k_strides[2]
-    v = inputs.v_cache + kv_head * inputs.v_strides[2]
-    held = Queries(
-        q, q_odd, scales, start_pos + queries, slopes, k, v, kv_head, table_ptr, window, prefix_len
-    )
+    seen = seen_of(inputs, kv_head, table_ptr, window, prefix_len)
+    held = Queries(q, q_odd, scales, start_pos + queries, slopes, seen)
     return held, tokens, heads, mask
 
 
@@ -288,7 +303,7 @@ def load_tokens(
 def load_scales(
     scales_ptr,
     strides,
-    queries,
+    seen,
     block,
     start,
     in_range,
@@ -301,12 +316,12 @@ def load_scales(
     And where they are 0, if they are masked.
     """
     in_tile = tl.arange(0, BLOCK_N)
-    scales_ptr += queries.kv_head * strides[1]
+    scales_ptr += seen.kv_head * strides[1]
     if SHAPE.block_size % BLOCK_N == 0:
         ptrs = scales_ptr + block * strides[0] + start % SHAPE.block_size + in_tile
     else:
         positions = start + in_tile
-        blocks = tl.load(queries.table + positions // SHAPE.block_size, mask=in_range, other=0)
+        blocks = tl.load(seen.table + positions // SHAPE.block_size, mask=in_range, other=0)
         ptrs = scales_ptr + blocks.to(tl.int64) * strides[0] + positions % SHAPE.block_size
     if MASKED:
         scales = tl.load(ptrs, mask=in_range, other=1.0)
@@ -352,20 +367,21 @@ def add_values(
 
     :func:`load_tokens` says what the tile's other arguments are.
     """
+    seen = queries.seen
     CODE: tl.constexpr = SHAPE.code
     # The first of two parts is as wide as a half, of which there is no more.
     HALVES: tl.constexpr = CODE != "" or SHAPE.rest_dv > 0
     BLOCK_DV: tl.constexpr = SHAPE.block_dv // 2 if HALVES else SHAPE.block_dv
     DV: tl.constexpr = BLOCK_DV if SHAPE.rest_dv > 0 else SHAPE.dv // 2 if HALVES else SHAPE.dv
     v = load_tokens(
-        queries.v, inputs.v_strides, queries.table, block, start, in_range, SHAPE, DV, BLOCK_DV,
+        seen.v, inputs.v_strides, seen.table, block, start, in_range, SHAPE, DV, BLOCK_DV,
         BLOCK_N, MASKED,
     )  # fmt: skip
     weights = weights.to(queries.q.dtype)
     rescale = rescale[:, None]
     if SHAPE.rest_dv > 0:
         rest = load_tokens(
-            queries.v + BLOCK_DV, inputs.v_strides, queries.table, block, start, in_range, SHAPE,
+            seen.v + BLOCK_DV, inputs.v_strides, seen.table, block, start, in_range, SHAPE,
             SHAPE.dv - BLOCK_DV, SHAPE.rest_dv, BLOCK_N, MASKED,
         )  # fmt: skip
         acc = (
@@ -412,6 +428,7 @@ def tile_logits(
 
     :func:`load_tokens` says what ``block`` is. Without MASKED they are all visible.
     """
+    seen = queries.seen
     CODE: tl.constexpr = SHAPE.code
     positions = start + tl.arange(0, BLOCK_N)
     # Without a mask: what is stored beyond the row may be anything, since its logits become -inf.
@@ -419,12 +436,12 @@ def tile_logits(
     BLOCK_D: tl.constexpr = SHAPE.block_d // 2 if HALVES else SHAPE.block_d
     D: tl.constexpr = BLOCK_D if SHAPE.rest_d > 0 else SHAPE.d // 2 if HALVES else SHAPE.d
     k = load_tokens(
-        queries.k, inputs.k_strides, queries.table, block, start, in_range, SHAPE, D, BLOCK_D,
+        seen.k, inputs.k_strides, seen.table, block, start, in_range, SHAPE, D, BLOCK_D,
         BLOCK_N, False,
     )  # fmt: skip
     if SHAPE.rest_d > 0:
         rest = load_tokens(
-            queries.k + BLOCK_D, inputs.k_strides, queries.table, block, start, in_range, SHAPE,
+            seen.k + BLOCK_D, inputs.k_strides, seen.table, block, start, in_range, SHAPE,
             SHAPE.d - BLOCK_D, SHAPE.rest_d, BLOCK_N, False,
         )  # fmt: skip
         logits = tl.dot(queries.q, tl.trans(k), input_precision=SHAPE.precision)
@@ -438,7 +455,7 @@ def tile_logits(
         logits = tl.dot(queries.q_odd, tl.trans(high), logits, input_precision=SHAPE.precision)
     if inputs.k_scales is not None:
         scales = load_scales(
-            inputs.k_scales, inputs.k_scales_strides, queries, block, start, in_range, SHAPE,
+            inputs.k_scales, inputs.k_scales_strides, seen, block, start, in_range, SHAPE,
             BLOCK_N, False,
         )  # fmt: skip
         logits *= queries.scales[:, None] * scales[None, :]
@@ -453,10 +470,10 @@ def tile_logits(
     if MASKED:
         visible = positions[None, :] <= queries.positions[:, None]
         if SHAPE.has_window:
-            after = positions[None, :] > queries.positions[:, None] - queries.window
+            after = positions[None, :] > queries.positions[:, None] - seen.window
             visible = visible & after
         if SHAPE.has_prefix:
-            visible = visible | (positions < queries.prefix_len)[None, :]
+            visible = visible | (positions < seen.prefix_len)[None, :]
         visible = visible & in_range[None, :]
         logits = tl.where(visible, logits, float("-inf"))
     return logits

@@ -25,31 +25,21 @@ from engine_core.kernels.launch.triton import wait, wait_within
 
 
 class Row(NamedTuple):
-    """All that the queries of a row and a KV head may see, and where they are.
+    """A row and a KV head: where its queries are, and all that they may see.
 
     Attributes:
         q: the row's queries.
         heads: ``[BLOCK_G]``, those of the KV head.
         head_mask: which of them there are.
         position: of the queries, the last token's.
-        k: the KV head's keys in block 0.
-        v: its values there.
-        kv_head: the KV head.
-        table: the row's blocks.
-        window: sliding window in tokens.
-        prefix_len: leading tokens that all queries see.
+        seen: the keys and values.
     """
 
     q: Any
     heads: Any
     head_mask: Any
     position: Any
-    k: Any
-    v: Any
-    kv_head: Any
-    table: Any
-    window: Any
-    prefix_len: Any
+    seen: Any
 
 
 class Asking(NamedTuple):
@@ -98,8 +88,8 @@ def _load_last(inputs, row, block, waited, wanted, SHAPE: tl.constexpr):
     """
     slot = row.position % SHAPE.block_size + waited
     k_dims, v_dims = tl.arange(0, SHAPE.block_d), tl.arange(0, SHAPE.block_dv)
-    k_ptrs = row.k + block * inputs.k_strides[0] + slot * inputs.k_strides[1] + k_dims
-    v_ptrs = row.v + block * inputs.v_strides[0] + slot * inputs.v_strides[1] + v_dims
+    k_ptrs = row.seen.k + block * inputs.k_strides[0] + slot * inputs.k_strides[1] + k_dims
+    v_ptrs = row.seen.v + block * inputs.v_strides[0] + slot * inputs.v_strides[1] + v_dims
     k = tl.load(k_ptrs, mask=k_dims < wanted * SHAPE.d, other=0.0)
     return k, tl.load(v_ptrs, mask=v_dims < wanted * SHAPE.dv, other=0.0)
 
@@ -139,14 +129,14 @@ def _tile_logits(
     CODE: tl.constexpr = SHAPE.code
     IN_PAIRS: tl.constexpr = 1 if CODE == "" else 2
     k = load_tokens(
-        row.k, inputs.k_strides, row.table, block, start, in_range, SHAPE,
+        row.seen.k, inputs.k_strides, row.seen.table, block, start, in_range, SHAPE,
         SHAPE.d // IN_PAIRS, SHAPE.block_d // IN_PAIRS, BLOCK_N, False,
     )  # fmt: skip
     if CODE == "":
         logits = tl.dot(k, queries.q, input_precision=SHAPE.precision)
     else:
         scales = load_scales(
-            inputs.k_scales, inputs.k_scales_strides, row, block, start, in_range, SHAPE,
+            inputs.k_scales, inputs.k_scales_strides, row.seen, block, start, in_range, SHAPE,
             BLOCK_N, False,
         )  # fmt: skip
         low = low_codes(k, CODE, SHAPE.native).to(queries.q.dtype)
@@ -162,9 +152,9 @@ def _tile_logits(
         logits += exponents[:, None]
     visible = in_range
     if SHAPE.has_window:
-        after = positions > row.position - row.window
+        after = positions > row.position - row.seen.window
         if SHAPE.has_prefix:
-            after = after | (positions < row.prefix_len)
+            after = after | (positions < row.seen.prefix_len)
         visible = visible & after
     # What is stored beyond the row may be anything, NaN too.
     return tl.where(visible[:, None], logits, float("-inf"))
@@ -206,18 +196,18 @@ def attend(
         BLOCK_D: tl.constexpr = SHAPE.block_d
         q = tl.zeros([BLOCK_D, BLOCK_G], dtype=inputs.q.dtype.element_ty)
         queries = Asking(q, q, maximum, maximum)
-        last_block = tl.load(row.table + tl.maximum(row.position, 0) // SHAPE.block_size)
+        last_block = tl.load(row.seen.table + tl.maximum(row.position, 0) // SHAPE.block_size)
         last_block = last_block.to(tl.int64)
     else:
         high_known = high
         end = high
         wait(PDL)
         _, queries = _load_queries(inputs, row, 0, SHAPE)
-    block = block_at(row.table, low, high_known, SHAPE)
+    block = block_at(row.seen.table, low, high_known, SHAPE)
     for start in range(low, end, BLOCK_N):
         in_range = start + tl.arange(0, BLOCK_N) < high_known
         # Loaded one tile ahead, so that no key waits for it.
-        next_block = block_at(row.table, start + BLOCK_N, high_known, SHAPE)
+        next_block = block_at(row.seen.table, start + BLOCK_N, high_known, SHAPE)
         # What tiles in flight are asked for with stands before the loop when it is compiled.
         if EARLY and start == low:
             waited = wait_within(start, PDL)
@@ -232,7 +222,7 @@ def attend(
         if CODE != "":
             # Weights and scales in one exponent: no product of them is too small for 16 bits.
             scales = load_scales(
-                inputs.v_scales, inputs.v_scales_strides, row, block, start, in_range, SHAPE,
+                inputs.v_scales, inputs.v_scales_strides, row.seen, block, start, in_range, SHAPE,
                 BLOCK_N, True,
             )  # fmt: skip
             exponents = log2_of(scales, SHAPE.native)
@@ -249,7 +239,7 @@ def attend(
         else:
             sums = sums * rescale[None, :] + weights * tl.exp2(-exponents)[:, None]
         v = load_tokens(
-            row.v, inputs.v_strides, row.table, block, start, in_range, SHAPE,
+            row.seen.v, inputs.v_strides, row.seen.table, block, start, in_range, SHAPE,
             SHAPE.dv // IN_PAIRS, DIMS, BLOCK_N, True, True,
         )  # fmt: skip
         weights = weights.to(queries.q.dtype)
