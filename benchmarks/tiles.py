@@ -85,23 +85,26 @@ def fields(values: str) -> list[Any]:
     ]
 
 
+# Names of the kernels that were loaded, and the driver's functions of them.
+LOADED: list[tuple[str, int]] = []
+
+
 @contextlib.contextmanager
 def carved(percent: int) -> Iterator[None]:
     """As long as it lasts, loaded programs of one row prefer so much of the first cache."""
     shared = importlib.import_module("engine_core.kernels.launch.shared")
 
-    def prefer(value: int) -> None:
-        shared.PERCENT = value
+    def prefer() -> None:
         for name, function in LOADED:
             shared.prefer(None, function, name)
 
-    before = shared.PERCENT
-    prefer(percent)
-    yield
-    prefer(before)
-
-
-LOADED: list[tuple[str, int]] = []
+    try:
+        with patch.object(shared, "PERCENT", percent):
+            prefer()
+            yield
+    finally:
+        # A variation that does not run leaves nothing to the others.
+        prefer()
 
 
 @contextlib.contextmanager
