@@ -296,6 +296,21 @@ def test_the_first_reading_finds_what_the_bounds_are_guessed_by(
     assert {2, 3} <= set(kinds)
 
 
+def penalised(
+    state: SamplingState, seen: Tensor, counts: Tensor, ids: Tensor, sizes: Tensor
+) -> SamplingState:
+    """The state with penalties of every row for such tokens, and nothing else that adjusts."""
+    rows = len(seen)
+    adjustments = Adjustments(
+        torch.full((rows,), PENALISED, dtype=torch.int32),
+        torch.full((rows, 1), -1, dtype=torch.int32),
+        torch.zeros(rows, dtype=torch.int64),
+        None,
+        *(seen, counts, ids, sizes),
+    )
+    return replace(state, adjustments=adjustments)
+
+
 @pytest.mark.parametrize("way", WAYS[:3])
 @pytest.mark.parametrize("numbers", [{}, {"top_k": 9}, {"top_p": 0.7}, {"min_p": 0.3}], ids=str)
 def test_what_a_penalty_takes_from_far_above_weighs_what_is_left_of_it(
@@ -317,17 +332,8 @@ def test_what_a_penalty_takes_from_far_above_weighs_what_is_left_of_it(
         seen[row, own] = PROMPTED
         logits[row, own] += 300
     batch.state.numbers[:, 4] = 301
-    adjustments = Adjustments(
-        torch.full((6,), PENALISED, dtype=torch.int32),
-        torch.full((6, 1), -1, dtype=torch.int32),
-        torch.zeros(6, dtype=torch.int64),
-        None,
-        seen,
-        torch.zeros(6, vocab, dtype=torch.int32),
-        ids,
-        200 * torch.arange(6, dtype=torch.int32),
-    )
-    state = replace(batch.state, adjustments=adjustments)
+    counts, sizes = torch.zeros(6, vocab, dtype=torch.int32), 200 * torch.arange(6).int()
+    state = penalised(batch.state, seen, counts, ids, sizes)
     _, turned = check_sampling(replace(batch, logits=logits, state=state), op, device)
     assert turned == 0
 
@@ -344,17 +350,7 @@ def test_where_no_token_was_seen_none_is_drawn(
     counts = (torch.arange(1500) < sizes[:, None]).int().roll(1, dims=-1)
     logits = torch.full((6, 1500), -INF).masked_fill_(counts > 0, 3.0)
     batch.state.numbers[:, 5] = 3.0
-    adjustments = Adjustments(
-        torch.full((6,), PENALISED, dtype=torch.int32),
-        torch.full((6, 1), -1, dtype=torch.int32),
-        torch.zeros(6, dtype=torch.int64),
-        None,
-        (GENERATED * counts).to(torch.uint8),
-        counts,
-        ids,
-        sizes,
-    )
-    state = replace(batch.state, adjustments=adjustments)
+    state = penalised(batch.state, (GENERATED * counts).to(torch.uint8), counts, ids, sizes)
     _, turned = check_sampling(replace(batch, logits=logits, state=state), op, device)
     assert turned == 0
 
