@@ -391,12 +391,13 @@ def linear_rotary_store(
         from engine_core.kernels.linear import triton
 
         keys, values_of = cache_parts(k_cache)[0], cache_parts(v_cache)[0]
-        late = start_of(
-            rows, num_heads // num_kv_heads, num_kv_heads, head_dim, values_of.shape[3],
-            keys.element_size(), num_multiprocessors(values.device),
-        )  # fmt: skip
-        if deterministic:
-            late = Start.MULTIPLIED  # such attention asks for nothing before it waits
+        late = Start.MULTIPLIED
+        # Batch-invariant attention asks for nothing before it waits.
+        if not deterministic:
+            late = start_of(
+                rows, num_heads // num_kv_heads, num_kv_heads, head_dim, values_of.shape[3],
+                keys.element_size(), num_multiprocessors(values.device),
+            )  # fmt: skip
         stored = triton.Stored.of(
             len(weight), cos, sin, k_cache, v_cache, slot_mapping, interleaved,
             dtype=values.dtype, kv_scales=kv_scales, late=late, **norms,
