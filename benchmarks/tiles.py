@@ -36,7 +36,9 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
 - ``start=2``: attention is launched behind the products of queries, keys and values, with 1 when
   these have waited, with 0 at once; but for 2 it asks for tokens before it waits. ``late=0``
   changes when it is launched alone.
-- ``carveout=100``: programs of one row prefer so many per cent of the first cache as shared memory.
+- ``carveout._decode_kernel=100``: kernels with this in their name prefer so many per cent of the
+  first cache as shared memory (``_linear_kernel_of_one_row`` are the linears of one row, -1 is as
+  the driver chooses).
 - ``turned=0``: no heads are columns of attention's products.
 - ``teams=0``: 4-bit codes have no programs of several warp groups that share x.
 - ``chain=0``: no linears from one attention to the next are one launch; ``deals=0``: none
@@ -55,6 +57,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import importlib
 import random
 import statistics
@@ -87,24 +90,37 @@ def fields(values: str) -> list[Any]:
 
 # Names of the kernels that were loaded, and the driver's functions of them.
 LOADED: list[tuple[str, int]] = []
+# Parts of names, and how many per cent of the first cache such kernels prefer as shared memory.
+CARVEOUTS: dict[str, int] = {}
+
+
+def prefer(name: str, function: int) -> None:
+    """Tell the driver how much of the first cache a loaded kernel prefers as shared memory."""
+    shared = importlib.import_module("engine_core.kernels.launch.shared")
+    percents = [percent for part, percent in CARVEOUTS.items() if part in name]
+    own = shared.PERCENT if name in shared._names else -1
+    driver = shared._driver()
+    driver.cuFuncSetAttribute(ctypes.c_void_p(function), shared._CARVEOUT, (percents or [own])[-1])
+
+
+def loaded(_: object, function: int, name: str, *__: object) -> None:
+    """Take note of a kernel that was loaded."""
+    LOADED.append((name, function))
+    prefer(name, function)
 
 
 @contextlib.contextmanager
-def carved(percent: int) -> Iterator[None]:
-    """As long as it lasts, loaded programs of one row prefer so much of the first cache."""
-    shared = importlib.import_module("engine_core.kernels.launch.shared")
-
-    def prefer() -> None:
-        for name, function in LOADED:
-            shared.prefer(None, function, name)
-
+def carved(part: str, percent: int) -> Iterator[None]:
+    """As long as it lasts, kernels with this in their name prefer so much of the first cache."""
     try:
-        with patch.object(shared, "PERCENT", percent):
-            prefer()
+        with patch.dict(CARVEOUTS, {part: percent}):
+            for name, function in LOADED:
+                prefer(name, function)
             yield
     finally:
         # A variation that does not run leaves nothing to the others.
-        prefer()
+        for name, function in LOADED:
+            prefer(name, function)
 
 
 @contextlib.contextmanager
@@ -238,7 +254,7 @@ def settings(text: str) -> Iterator[None]:
                         )
                     )
             elif key == "carveout":
-                stack.enter_context(carved(int(values)))
+                stack.enter_context(carved(field, int(values)))
             elif key == "at_once":
                 stack.enter_context(
                     patch.object(attention, "leaves_room", lambda *_, v=values == "1", **__: v)
@@ -413,9 +429,9 @@ def main() -> None:
         with settings(text):
             pass
     print(torch.cuda.get_device_name(), torch.__version__)
-    knobs.runtime.kernel_load_end_hook.add(
-        lambda module, function, name, *more: LOADED.append((name, function))
-    )
+    # Its own preference, which it has by a hook too, comes before those that are tried.
+    importlib.import_module("engine_core.kernels.linear.triton")
+    knobs.runtime.kernel_load_end_hook.add(loaded)
     with tempfile.TemporaryDirectory() as folder:
         compare(
             arguments.model,
