@@ -39,6 +39,7 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
 - ``carveout._decode_kernel=100``: kernels with this in their name prefer so many per cent of the
   first cache as shared memory (``_linear_kernel_of_one_row`` are the linears of one row, -1 is as
   the driver chooses).
+- ``room=132``: decode attention is cut as if a multiprocessor had so many KiB of shared memory.
 - ``turned=0``: no heads are columns of attention's products.
 - ``teams=0``: 4-bit codes have no programs of several warp groups that share x.
 - ``chain=0``: no linears from one attention to the next are one launch; ``deals=0``: none
@@ -255,6 +256,8 @@ def settings(text: str) -> Iterator[None]:
                     )
             elif key == "carveout":
                 stack.enter_context(carved(field, int(values)))
+            elif key == "room":
+                stack.enter_context(patch.object(attention, "_SHARED", int(values) << 10))
             elif key == "at_once":
                 stack.enter_context(
                     patch.object(attention, "leaves_room", lambda *_, v=values == "1", **__: v)
