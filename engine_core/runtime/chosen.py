@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine_core.kernels import Turns
-from engine_core.runtime.platform import to_host
+from engine_core.runtime.platform import written_to_host
 
 # Bytes. Each turn's tokens, and its status, begin at a multiple: Triton compiles another kernel for
 # other alignments, and for strides that are no multiples of 16.
@@ -21,7 +21,7 @@ def _aligned(count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ChosenRoom:
-    """Where a captured step leaves the tokens of all its turns, so that one copy sends them.
+    """Where a captured step leaves the tokens of all its turns, so that they are sent at once.
 
     Attributes:
         rows: those that choose, padding included.
@@ -50,11 +50,12 @@ class ChosenRoom:
     def to_host(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         """Tokens ``[count, rows]`` int64 and their status, int8, of the turns from ``first`` on.
 
-        From a GPU they are on their way: they are there after all that was launched before.
+        From a GPU they are on their way: they are there after all that was launched before. They
+        are kept until then, as of :func:`~engine_core.runtime.platform.written_to_host`.
         """
         some = self.room[first : first + count]
         # The next step writes here, on a CPU too.
-        return _parts(to_host(some) if some.is_cuda else some.clone(), self.rows)
+        return _parts(written_to_host(some) if some.is_cuda else some.clone(), self.rows)
 
 
 def _parts(room: Tensor, rows: int) -> tuple[Tensor, Tensor]:

@@ -41,7 +41,7 @@ from engine_core.runtime.capture import (
 )
 from engine_core.runtime.chosen import ChosenRoom
 from engine_core.runtime.compiles import NOBODY, PATIENCE, QUICK, Compiles
-from engine_core.runtime.platform import to_device
+from engine_core.runtime.platform import load_written_to_host, to_device
 from engine_core.runtime.sampler.sampler import apply_bitmask
 from engine_core.runtime.step_batch import (
     QUICK_GRAIN,
@@ -499,8 +499,8 @@ class DecodeGraphs(_Graphs):
     last token from the device, computes it at the row's position, leaves the chosen next token as
     the row's last one, and moves the position on: replayed again it computes the step after,
     without the host. It counts its turns, and each leaves its tokens at a place of its own, so that
-    one copy after the last replay sends them all. Rows of padding stand at position -1: they store
-    nothing and stay where they are.
+    one kernel after the last replay sends them all. Rows of padding stand at position -1: they
+    store nothing and stay where they are.
     """
 
     def __init__(self, state: GraphState) -> None:
@@ -527,6 +527,7 @@ class DecodeGraphs(_Graphs):
         self._chosen = torch.zeros(
             ChosenRoom.bytes_of(rows, state.max_repeat), dtype=torch.uint8, device=self._device
         )
+        load_written_to_host(self._chosen)
         on_gpu = self._device.type == "cuda"
         self._ring = [torch.empty(size, dtype=torch.int64, pin_memory=on_gpu) for _ in range(_RING)]
         self._sent = 0
@@ -680,7 +681,7 @@ class DecodeGraphs(_Graphs):
         while turns:
             some = min(turns, num_turns) if chosen else 1
             if self._turn + some > num_turns:
-                # One copy sends places that follow each other.
+                # They are sent by places that follow each other.
                 self._static[_places_of(bucket).turn] = -1
                 self._turn = 0
             first = self._turn

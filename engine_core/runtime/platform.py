@@ -195,6 +195,45 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
+class _SeenByGPU:
+    """Pinned bytes of the host as tensors on a GPU take them: at the same address."""
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(host.shape),
+            "typestr": "|u1",
+            "data": (host.data_ptr(), False),
+            "version": 2,
+        }
+
+
+def written_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A few bytes as :func:`to_host` brings them, but written by a kernel.
+
+    A copy is made by other hardware of the GPU: before it and after it an H200 is idle for 9 us
+    each. PyTorch does not know when the kernel is done, as it does of copies: keep the result until
+    an event behind it is, or what has its memory next is written over.
+
+    Args:
+        tensor: uint8 and contiguous, on a GPU. If that is not NVIDIA's a copy brings it.
+    """
+    if torch.version.hip is not None:
+        return to_host(tensor)
+    host = torch.empty(tensor.shape, dtype=torch.uint8, pin_memory=True)
+    # What PyTorch calls a copy would be one.
+    torch.add(tensor, 0, out=torch.as_tensor(_SeenByGPU(host), device=tensor.device))
+    return host
+
+
+def load_written_to_host(tensor: torch.Tensor) -> None:
+    """Load the kernel of :func:`written_to_host`, by a tensor like those that it will get.
+
+    Else its first call would, where the device is at work that may wait for the load. The tensor
+    stays as it is.
+    """
+    tensor += 0
+
+
 def all_to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
     """Host arrays on ``device`` as :func:`to_device` brings one, all in one transfer.
 

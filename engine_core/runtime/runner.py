@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -269,6 +269,8 @@ class ModelRunner:
                     kinds = self._graph_steps, self._decode_graphs
                     self._left_at_start = self._capture_at_start(kinds, compiles, self._load_choice)
         self._state_known = capture_at_start
+        # The tokens of steps that may not have ended, on their way to the host.
+        self._sending: deque[tuple[torch.cuda.Event, list[_Turns]]] = deque()
         # How the last run went, and its tokens, padding included.
         self._ran: tuple[Way, int] = ("eager", 0)
 
@@ -598,6 +600,10 @@ class ModelRunner:
             return PendingStep(result.read, num_tokens, way)
         result.event = torch.cuda.Event()
         result.event.record()
+        # A kernel may write to the tokens' memory, though nobody wants them any more.
+        self._sending.append((result.event, result.turns))
+        while self._sending and self._sending[0][0].query():
+            self._sending.popleft()
         return PendingStep(result.read, num_tokens, way, result.event.query)
 
     def _pass_on(

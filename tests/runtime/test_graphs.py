@@ -933,7 +933,7 @@ def test_turns_are_sent_together(device: Device, state: GraphState, choice: Choi
     tokens, status = outputs.room.to_host(outputs.turn, outputs.turns)
     assert (tokens.shape, tokens.dtype, tokens.stride(1)) == ((8, 4), torch.int64, 1)
     assert (status.shape, status.dtype, status.stride(1)) == ((8, 4), torch.int8, 1)
-    # Of one tensor, so that one copy brings them.
+    # Of one tensor, so that they are sent at once.
     assert tokens.untyped_storage().data_ptr() == status.untyped_storage().data_ptr()
     assert tokens[:, 0].tolist() == tokens[:, 2].tolist()
     assert len(set(tokens[:, 0].tolist())) > 1

@@ -518,6 +518,42 @@ def test_what_is_sent_to_a_busy_device_arrives_as_it_was() -> None:
         assert second.unique().tolist() == [number + 1]
 
 
+class Capturable(Successor):
+    """One with a weight, by whose size it is found out which steps are captured."""
+
+    support_cuda_graph = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 4, device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("repeat", [1, 3])
+def test_tokens_of_a_busy_device_are_those_of_its_steps(repeat: int) -> None:
+    """Of steps that nobody waits for they are written to memory that nobody else has yet."""
+    run = runner(Capturable(), "cuda", eager=False, max_repeat=4)
+    first = PlanRow("a", 0, 0, 3, ((1, 2, 3, 4, 5, 6, 7, 8, 9, 10),), sample=True)
+    (row,) = run.submit(StepPlan(0, (first,), (admission("a", 0, [3, 1, 4]),))).result().rows
+    assert row.token_ids == (5,)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)
+    steps = []
+    for number in range(10):
+        going_on = PlanRow("a", 0, 3 + number * repeat, 1, ((),), sample=True)
+        step = run.submit(StepPlan(number, (going_on,), repeat=repeat))
+        assert (step.way, step.done) == ("graph", False)
+        steps.append(step)
+    kept = steps[::2]
+    del step, steps
+    others = [torch.full((size,), 7, dtype=torch.uint8).pin_memory() for size in (256, 1024) * 20]
+    torch.cuda.synchronize()
+    assert all((other == 7).all() for other in others)
+    tokens = [step.result().rows[0].token_ids for step in kept]
+    firsts = [6 + 2 * number * repeat for number in range(5)]
+    assert tokens == [tuple(range(first, first + repeat)) for first in firsts]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "params",
