@@ -36,10 +36,10 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
 - ``start=2``: attention is launched behind the products of queries, keys and values, with 1 when
   these have waited, with 0 at once; but for 2 it asks for tokens before it waits. ``late=0``
   changes when it is launched alone.
-- ``carveout._decode_kernel=100``: kernels with this in their name prefer so many per cent of the
-  first cache as shared memory (``_linear_kernel_of_one_row`` are the linears of one row, -1 is as
-  the driver chooses).
-- ``room=132``: decode attention is cut as if a multiprocessor had so many KiB of shared memory.
+- ``carveout._linear_kernel_of_one_row=100``: kernels with this in their name prefer so many per
+  cent of the first cache as shared memory, -1 as the driver chooses.
+- ``keeps=132``: multiprocessors that run decode attention are to have so many KiB of shared memory,
+  with 0 as many as the driver chooses.
 - ``turned=0``: no heads are columns of attention's products.
 - ``teams=0``: 4-bit codes have no programs of several warp groups that share x.
 - ``chain=0``: no linears from one attention to the next are one launch; ``deals=0``: none
@@ -58,7 +58,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import importlib
 import random
 import statistics
@@ -73,7 +72,6 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from triton import knobs
 
 from benchmarks.decode import REPLAYS, fill_cache, place_rows, wait_for_kernels
 from benchmarks.gpu import build
@@ -89,39 +87,20 @@ def fields(values: str) -> list[Any]:
     ]
 
 
-# Names of the kernels that were loaded, and the driver's functions of them.
-LOADED: list[tuple[str, int]] = []
-# Parts of names, and how many per cent of the first cache such kernels prefer as shared memory.
-CARVEOUTS: dict[str, int] = {}
-
-
-def prefer(name: str, function: int) -> None:
-    """Tell the driver how much of the first cache a loaded kernel prefers as shared memory."""
-    shared = importlib.import_module("engine_core.kernels.launch.shared")
-    percents = [percent for part, percent in CARVEOUTS.items() if part in name]
-    own = shared.PERCENT if name in shared._names else -1
-    driver = shared._driver()
-    driver.cuFuncSetAttribute(ctypes.c_void_p(function), shared._CARVEOUT, (percents or [own])[-1])
-
-
-def loaded(_: object, function: int, name: str, *__: object) -> None:
-    """Take note of a kernel that was loaded."""
-    LOADED.append((name, function))
-    prefer(name, function)
-
-
 @contextlib.contextmanager
 def carved(part: str, percent: int) -> Iterator[None]:
     """As long as it lasts, kernels with this in their name prefer so much of the first cache."""
+    shared = importlib.import_module("engine_core.kernels.launch.shared")
+    names = [name for name in shared._functions if part in name]
+    before = {name: shared._percents.get(name, shared.AS_IT_CHOOSES) for name in names}
     try:
-        with patch.dict(CARVEOUTS, {part: percent}):
-            for name, function in LOADED:
-                prefer(name, function)
-            yield
+        for name in names:
+            shared.prefer(name, percent)
+        yield
     finally:
         # A variation that does not run leaves nothing to the others.
-        for name, function in LOADED:
-            prefer(name, function)
+        for name in names:
+            shared.prefer(name, before[name])
 
 
 @contextlib.contextmanager
@@ -256,8 +235,10 @@ def settings(text: str) -> Iterator[None]:
                     )
             elif key == "carveout":
                 stack.enter_context(carved(field, int(values)))
-            elif key == "room":
-                stack.enter_context(patch.object(attention, "_SHARED", int(values) << 10))
+            elif key == "keeps":
+                stack.enter_context(
+                    patch.object(attention, "shared_of", lambda *_, n=int(values), **__: n)
+                )
             elif key == "at_once":
                 stack.enter_context(
                     patch.object(attention, "leaves_room", lambda *_, v=values == "1", **__: v)
@@ -432,9 +413,6 @@ def main() -> None:
         with settings(text):
             pass
     print(torch.cuda.get_device_name(), torch.__version__)
-    # Its own preference, which it has by a hook too, comes before those that are tried.
-    importlib.import_module("engine_core.kernels.linear.triton")
-    knobs.runtime.kernel_load_end_hook.add(loaded)
     with tempfile.TemporaryDirectory() as folder:
         compare(
             arguments.model,

@@ -94,7 +94,10 @@ def test_rows_have_room_for_splits(size: int, shape: tuple[int, int, int]) -> No
         few = rows + min(rows // 2, 64)
         three = int(min(cut.held, 3 * H200 / head_tiles))
         if programs <= H200:
-            assert cut.items == max(few, int(cut.held / 2), three)
+            most = 3 * H200 // head_tiles
+            at_once = rows > 1 and start(rows, *shape, size) == decode.Start.AT_ONCE
+            items = max(few, int(cut.held / 2), three)
+            assert cut.items == (min(items, max(rows, most)) if at_once else items)
             assert launch(rows, *shape, 4).items * programs >= 0.9 * rows * H200
         elif rows <= cut.held:
             part = 2 / 3 if size == 1 else 1 if cut.block_g < 16 else 0.5
@@ -175,6 +178,22 @@ def test_a_chain_is_launched_at_once_behind_caches_of_codes() -> None:
     assert not any((at_once(1, 256), at_once(2, 128), at_once(4, 64)))
 
 
+def test_programs_are_spread_evenly_by_what_multiprocessors_have_room_for() -> None:
+    """KiB that they keep as shared memory; 0 where more than an even share gains something."""
+
+    def kept(rows: int, heads: int, kv_heads: int, dim: int, size: int = 2) -> int:
+        return launch(rows, heads, kv_heads, dim, size).shared
+
+    assert [kept(rows, 32, 8, 128, 1) for rows in (1, 16, 17, 256, 1000)] == [0, 0, 132, 132, 132]
+    assert [kept(rows, 32, 8, 128) for rows in (8, 15, 48, 50)] == [0, 132, 132, 0]
+    assert [kept(rows, 14, 2, 64) for rows in (1, 2, 16, 17, 128, 256)] == [0, 100, 100, 0, 132, 0]
+    assert [kept(rows, 32, 8, 64) for rows in (16, 32, 48, 100, 200)] == [100, 132, 0, 0, 132]
+    # Heads as rows of products were not measured.
+    assert not any(kept(rows, 32, 2, 128, 1) for rows in (1, 64, 256))
+    assert not any(kept(rows, 16, 8, 256) for rows in (1, 16, 64))
+    assert not any(kept(rows, 32, 8, 128, 4) for rows in (1, 32, 256))
+
+
 def start(rows: int, heads: int, kv_heads: int, dim: int, size: int = 2) -> decode.Start:
     return decode.start_of(rows, heads // kv_heads, kv_heads, dim, dim, size, H200)
 
@@ -250,7 +269,7 @@ def test_what_attention_and_the_linear_ahead_do_before_they_wait(tmp_path: Path)
         *("1-linear first 1 0 0", "1-linear-deterministic last 1 0 0"),
         "1-linear-codes first 1 0 0",
     ]
-    name = ("_decode_kernel", "_linear_kernel")
+    name = ("_paged_decode_kernel", "_linear_kernel")
     expected = [f"{line} {name['linear' in line]}" for line in expected]
     # Of numbers of one row, whose programs keep half of the first cache as shared memory.
     expected[-3] += "_of_one_row"

@@ -1,8 +1,9 @@
-"""Kernels that prefer half of the first cache as shared memory."""
+"""Kernels that prefer some of a multiprocessor's first cache as shared memory."""
 
 from __future__ import annotations
 
 import ctypes
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,13 @@ pytest.importorskip("triton", reason="triton is not installed")
 from triton import knobs
 
 from engine_core.kernels.launch import shared
+
+
+@pytest.fixture(autouse=True)
+def own_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests' kernels prefer stays as it is."""
+    monkeypatch.setattr(shared, "_percents", dict(shared._percents))
+    monkeypatch.setattr(shared, "_functions", defaultdict(list))
 
 
 @pytest.fixture
@@ -27,7 +35,6 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 
     driver = SimpleNamespace(cuFuncSetAttribute=tell)
     monkeypatch.setattr(shared, "_driver", lambda: driver)
-    monkeypatch.setattr(shared, "_names", set(shared._names))
     return calls
 
 
@@ -37,13 +44,43 @@ def load(name: str, function: int) -> None:
     hook(None, function, name, {}, "")
 
 
+def unload(name: str, function: int) -> None:
+    """Say that a kernel is unloaded, as Triton does."""
+    hook: Any = knobs.runtime.kernel_unload_hook
+    hook(None, function, name, {}, "")
+
+
 def test_the_driver_is_told_of_these_kernels_alone(told: list[tuple[int, int, int]]) -> None:
-    assert shared.half_shared("_a_kernel") == "_a_kernel"
-    shared.half_shared("_another_kernel")
+    assert shared.prefer("_a_kernel", shared.HALF) == "_a_kernel"
+    shared.prefer("_another_kernel", 100)
+    shared.prefer("_as_before", shared.AS_IT_CHOOSES)
     load("_a_kernel", 1 << 40)
     load("_of_somebody_else", 2)
     load("_another_kernel", 3)
-    assert told == [(1 << 40, 9, 57), (3, 9, 57)]
+    load("_as_before", 4)
+    assert told == [(1 << 40, 9, 57), (3, 9, 100)]
+
+
+def test_what_loaded_kernels_prefer_changes(told: list[tuple[int, int, int]]) -> None:
+    """The driver is told where it does, and not with each launch."""
+    load("_a_kernel", 1)
+    load("_a_kernel", 2)
+    load("_another_kernel", 3)
+    for percent in (57, 57, 43, shared.AS_IT_CHOOSES, shared.AS_IT_CHOOSES):
+        shared.prefer("_a_kernel", percent)
+    assert told == [(1, 9, 57), (2, 9, 57), (1, 9, 43), (2, 9, 43), (1, 9, -1), (2, 9, -1)]
+
+
+@pytest.mark.skipif(not hasattr(knobs.runtime, "kernel_unload_hook"), reason="unloads none")
+def test_the_driver_is_not_told_of_a_kernel_that_it_has_no_more(
+    told: list[tuple[int, int, int]],
+) -> None:
+    load("_a_kernel", 1)
+    load("_a_kernel", 2)
+    unload("_a_kernel", 1)
+    unload("_of_somebody_else", 3)
+    shared.prefer("_a_kernel", 57)
+    assert told == [(2, 9, 57)]
 
 
 def test_a_driver_of_other_gpus_functions_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,11 +90,9 @@ def test_a_driver_of_other_gpus_functions_is_told_nothing(monkeypatch: pytest.Mo
     monkeypatch.setattr(shared.torch.version, "hip", "6.4")
     monkeypatch.setattr(shared.ctypes, "CDLL", found)
     monkeypatch.setattr(shared, "_driver", shared._driver.__wrapped__)
-    monkeypatch.setattr(shared, "_names", set(shared._names))
-    load(shared.half_shared("_a_kernel"), 1)
+    load(shared.prefer("_a_kernel", shared.HALF), 1)
 
 
 def test_without_cuda_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "_driver", lambda: None)
-    monkeypatch.setattr(shared, "_names", set(shared._names))
-    load(shared.half_shared("_a_kernel"), 1)
+    load(shared.prefer("_a_kernel", shared.HALF), 1)

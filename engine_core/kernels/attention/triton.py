@@ -40,6 +40,7 @@ from engine_core.kernels.codes.triton import log2_of
 from engine_core.kernels.gpu import gpu_of
 from engine_core.kernels.launch.gluon import runs_gluon
 from engine_core.kernels.launch.quick import Quick, is_quick
+from engine_core.kernels.launch.shared import AS_IT_CHOOSES, prefer
 from engine_core.kernels.launch.triton import (
     arrival_counts,
     arrives_last,
@@ -258,9 +259,13 @@ def merge_splits(
     store_rows(out_ptr, heads, divided(acc, total), head_mask, SHAPE)
 
 
+# The name in its code: latent attention's and a state space's kernels have the other.
+_DECODE = "_paged_decode_kernel"
+
+
 # Without a graph the stride of the tables is the blocks of the longest row. A kernel compiled for
 # multiples of 16 would be another one from step to step.
-@triton.jit(do_not_specialize=["window", "planned_now", "table_stride"])
+@triton.jit(do_not_specialize=["window", "planned_now", "table_stride"], repr=lambda _: _DECODE)
 def _decode_kernel(
     out_ptr,
     partial_ptr,
@@ -652,6 +657,9 @@ def paged_attention(call: Call) -> None:
         # Other GPUs, but for the interpreter's, launch no kernel beside the one ahead.
         early = start < decode.Start.MULTIPLIED and (pdl["PDL"] or not q.is_cuda)
         size = (len(items), num_heads)
+        # Measured on GPUs that launch early alone.
+        shared = cut.shared * 1024 if pdl["PDL"] else 0
+        prefer(_DECODE, 100 * shared // decode.SHARED if shared else AS_IT_CHOOSES)
         _decode_kernel[(head_tiles, len(items))](
             call.out,
             torch.empty((*size, v_head_dim), dtype=torch.float32, device=q.device),

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine_core.kernels.launch.shared import half_shared
+from engine_core.kernels.launch.shared import HALF, prefer
 from engine_core.kernels.launch.triton import (
     FIRST_WAVE,
     arrival_counts,
@@ -172,7 +172,7 @@ def _biased(acc, bias_ptr, n, n_mask):
 # Programs of one row whose weight is numbers take little shared memory or none, and attention takes
 # some. ms of a step of one row, as the driver chooses, with 57% and with all: Qwen2 0.5B 0.570,
 # 0.548, 0.547; Llama 3 8B 3.947, 3.906, 3.938; with 28% 4.521, for loops take some too.
-_ONE_ROW = half_shared("_linear_kernel_of_one_row")
+_ONE_ROW = prefer("_linear_kernel_of_one_row", HALF)
 
 
 def _name_of(kernel: Any) -> str:
