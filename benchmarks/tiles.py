@@ -40,6 +40,7 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
   cent of the first cache as shared memory, -1 as the driver chooses.
 - ``keeps=132``: multiprocessors that run decode attention are to have so many KiB of shared memory,
   with 0 as many as the driver chooses.
+- ``even=0``: programs of decode attention without a split are the last, and as many as there are.
 - ``turned=0``: no heads are columns of attention's products.
 - ``teams=0``: 4-bit codes have no programs of several warp groups that share x.
 - ``chain=0``: no linears from one attention to the next are one launch; ``deals=0``: none
@@ -239,6 +240,14 @@ def settings(text: str) -> Iterator[None]:
                 stack.enter_context(
                     patch.object(attention, "shared_of", lambda *_, n=int(values), **__: n)
                 )
+            elif key == "even" and values == "0":
+                evenly: Callable[..., Any] = attention.evenly
+
+                def uneven(cut: Any, *given: Any, evenly: Callable[..., Any] = evenly) -> Any:
+                    even = evenly(cut, *given)
+                    return even._replace(items=cut.items, even=False, last_from=0)
+
+                stack.enter_context(patch.object(attention, "evenly", uneven))
             elif key == "at_once":
                 stack.enter_context(
                     patch.object(attention, "leaves_room", lambda *_, v=values == "1", **__: v)

@@ -429,14 +429,23 @@ def planned(
     number_bytes: int = 2,
     **changed: Any,
 ) -> list[list[int]]:
-    """Items of a plan for heads of 128 with 8 KV heads, on a device of 132 multiprocessors."""
+    """Items of a plan for heads of 128 with 8 KV heads, on a device of 132 multiprocessors.
+
+    Those of no row are left out, and a row's first item is counted without them.
+    """
     from engine_core.kernels.attention import decode, triton
 
     cut = decode.launch(len(lengths), group_size, 8, 128, 128, number_bytes, 132)
     cut = cut._replace(**changed)
     kv_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     items, _ = triton.plan_splits(kv_lens, len(lengths), 1 << 17, window, cut, {})
-    return [item for item in items.tolist() if item[0] >= 0]
+    places = [place for place, item in enumerate(items.tolist()) if item[0] >= 0]
+    # Where there are so many they are the last, or else the first.
+    last = 0 < cut.last_from <= len(places)
+    begin = len(items) - len(places) if last else 0
+    assert places == list(range(begin, begin + len(places)))
+    made = items[begin : begin + len(places)].tolist()
+    return [[*item[:3], item[3] - begin, item[4]] for item in made]
 
 
 @pytest.mark.parametrize("window", [None, 1000])
@@ -460,6 +469,17 @@ def test_splits_of_a_plan_are_whole_rows(
         assert len(made) == 1 or all(item[2] > item[1] for item in made)
     if pieces == 4:
         assert len(items) == len(lengths)
+
+
+@pytest.mark.parametrize("last_from", [0, 1, 12, 13, 1000])
+def test_splits_are_the_last_items_where_there_are_so_many(
+    last_from: int, launch_device: str
+) -> None:
+    lengths = [3000, 300, 200, 100, 0]
+    plain = planned(launch_device, lengths, None, pieces=32, last_from=0, items=77)
+    assert [item[4] for item in plain] == [8] * 8 + [1] * 4
+    # That they are where they are to be is seen to in there.
+    assert planned(launch_device, lengths, None, pieces=32, last_from=last_from, items=77) == plain
 
 
 @pytest.mark.parametrize(

@@ -94,16 +94,35 @@ def test_rows_have_room_for_splits(size: int, shape: tuple[int, int, int]) -> No
         few = rows + min(rows // 2, 64)
         three = int(min(cut.held, 3 * H200 / head_tiles))
         if programs <= H200:
-            most = 3 * H200 // head_tiles
-            at_once = rows > 1 and start(rows, *shape, size) == decode.Start.AT_ONCE
             items = max(few, int(cut.held / 2), three)
-            assert cut.items == (min(items, max(rows, most)) if at_once else items)
             assert launch(rows, *shape, 4).items * programs >= 0.9 * rows * H200
         elif rows <= cut.held:
             part = 2 / 3 if size == 1 else 1 if cut.block_g < 16 else 0.5
-            assert cut.items == max(rows * 3 // 2, int(part * cut.held), three)
+            items = max(rows * 3 // 2, int(part * cut.held), three)
         else:
-            assert cut.items == few
+            items = few
+        held = resident(cut, shape[2], size)
+        assert cut.even == (few * head_tiles <= held * H200)
+        if cut.even:
+            # What all multiprocessors have alike, as far as they have room.
+            each = min(held, -(-items * head_tiles // H200))
+            items = max(rows, each * H200 // head_tiles)
+        assert cut.items == items
+
+
+def resident(cut: decode.Launch, dim: int, size: int) -> int:
+    """Programs that a multiprocessor holds by the shared memory that it is to have."""
+    width = max(16, 1 << (dim - 1).bit_length())
+    tile = decode.Tile(cut.block_n, cut.num_warps, cut.num_stages)
+    memory = decode.shared_memory(cut.block_g, width, (width, width), size, tile)
+    return max(1, min(1024 * (cut.shared or 228) // (memory + 1024), 12 // cut.num_warps))
+
+
+def test_splits_are_the_last_where_they_fill_multiprocessors() -> None:
+    """So few that each has a multiprocessor to itself are the first, and those that wait."""
+    assert launch(64, 32, 8, 128, 1).last_from == 10
+    assert launch(16, 14, 2, 64).last_from == 40
+    assert (launch(256, 32, 8, 128).even, launch(256, 32, 8, 128).last_from) == (False, 0)
 
 
 def test_wide_rows_have_room_for_splits() -> None:

@@ -116,7 +116,11 @@ def _attend_tiles(
     return acc, denominator, maximum
 
 
-@triton.jit(do_not_specialize=["num_rows", "window", "pieces", "max_items", "merged", "turns"])
+@triton.jit(
+    do_not_specialize=[
+        "num_rows", "window", "pieces", "max_items", "last_from", "merged", "turns",
+    ]
+)  # fmt: skip
 def _plan_kernel(
     items_ptr,
     kv_lens_ptr,
@@ -124,6 +128,7 @@ def _plan_kernel(
     window,
     pieces,
     max_items,
+    last_from,
     merged,
     turns,
     held,
@@ -147,8 +152,9 @@ def _plan_kernel(
     """Cut decode rows into splits; item ``i`` of ``items [max_items, ITEM]`` says what is split i.
 
     Its row, the first token and that behind the last, the row's first item, and how many it has. A
-    row of -1 is none. Splits are about equally long in all rows, so that long rows do not keep the
-    launch waiting. How long they are is what takes the least time, of 25 tries, the longest row in
+    row of -1 is none. Those are the last, or the first where there are ``last_from`` splits or
+    more. Splits are about equally long in all rows, so that long rows do not keep the launch
+    waiting. How long they are is what takes the least time, of 25 tries, the longest row in
     one piece to MAX_SPLITS, by what a launch waits for:
 
     - a split's tiles, each ``tile_us``, and those of others before it where there are more splits
@@ -205,7 +211,9 @@ def _plan_kernel(
     # A row without tokens has an item too, which writes its zeros.
     used = tl.where(mask, tl.maximum(tl.cdiv(tiles, per_split), 1), 0)
     per_split *= BLOCK_N
-    first = tl.cumsum(used) - used
+    total = tl.sum(used)
+    begin = tl.where(total >= last_from, max_items - total, 0)
+    first = begin + tl.cumsum(used) - used
     for split in range(tl.max(used)):
         pointers = items_ptr + (first + split) * ITEM
         low = cropped + split * per_split
@@ -215,8 +223,10 @@ def _plan_kernel(
         tl.store(pointers + 2, tl.minimum(low + per_split, kv_lens), mask=mask)
         tl.store(pointers + 3, first, mask=mask)
         tl.store(pointers + 4, used, mask=mask)
-    for start in range(tl.sum(used), max_items, BLOCK_ROWS):
-        tl.store(items_ptr + (start + rows) * ITEM, -1, mask=start + rows < max_items)
+    for start in range(0, max_items, BLOCK_ROWS):
+        places = start + rows
+        is_none = (places < begin) | (places >= begin + total)
+        tl.store(items_ptr + places * ITEM, -1, mask=is_none & (places < max_items))
 
 
 @triton.jit
@@ -265,7 +275,10 @@ _DECODE = "_paged_decode_kernel"
 
 # Without a graph the stride of the tables is the blocks of the longest row. A kernel compiled for
 # multiples of 16 would be another one from step to step.
-@triton.jit(do_not_specialize=["window", "planned_now", "table_stride"], repr=lambda _: _DECODE)
+@triton.jit(
+    do_not_specialize=["window", "planned_now", "table_stride", "num_items"],
+    repr=lambda _: _DECODE,
+)
 def _decode_kernel(
     out_ptr,
     partial_ptr,
@@ -276,6 +289,7 @@ def _decode_kernel(
     window,
     planned_now,
     table_stride,
+    num_items,
     SHAPE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -292,7 +306,8 @@ def _decode_kernel(
     [max_items, Hq, Dv]`` float32 takes the results and ``lse`` their logarithmic denominators; the
     last program to arrive merges them, MERGED_SPLITS of MERGED_HEADS at a time. With AT_ONCE the
     next kernel is launched as soon as all programs run, so that it may read nothing before it waits
-    but what is older than all kernels. With EARLY all tokens but a row's last may be read before
+    but what is older than all kernels. Programs beyond those of ``num_items`` are the first, and do
+    nothing. With EARLY all tokens but a row's last may be read before
     the kernel ahead is complete: earlier steps stored them.
     """
     if AT_ONCE:
@@ -302,8 +317,13 @@ def _decode_kernel(
     G_TILES: tl.constexpr = (GROUP_SIZE + BLOCK_G - 1) // BLOCK_G
     # Wide heads, heads of two parts and more of them are rows.
     TURNED: tl.constexpr = BLOCK_G < 16
-    kv_head = (tl.program_id(0) // G_TILES).to(tl.int64)
-    item = tl.program_id(1).to(tl.int64)
+    HEAD_TILES: tl.constexpr = NUM_HEADS // GROUP_SIZE * G_TILES
+    program = tl.program_id(0) - (tl.num_programs(0) - num_items * HEAD_TILES)
+    if program < 0:
+        return
+    tile = program % HEAD_TILES
+    kv_head = (tile // G_TILES).to(tl.int64)
+    item = (program // HEAD_TILES).to(tl.int64)
     # A plan of an earlier layer needs no wait, as the lengths do not. That layer's attention had
     # waited for it before it let its successor be launched; or, with AT_ONCE, the kernel that
     # launches this one has waited itself.
@@ -319,7 +339,7 @@ def _decode_kernel(
     used = tl.load(items_ptr + 4)
     kv_len = tl.load(inputs.kv_lens + row)
 
-    in_group = tl.program_id(0) % G_TILES * BLOCK_G + tl.arange(0, BLOCK_G)
+    in_group = tile % G_TILES * BLOCK_G + tl.arange(0, BLOCK_G)
     heads = kv_head * GROUP_SIZE + in_group
     head_mask = in_group < GROUP_SIZE
     q_ptr = inputs.q + row * inputs.q_strides[0]
@@ -359,9 +379,8 @@ def _decode_kernel(
         else:
             store_values(partial_ptr, partial, acc, safe, head_mask, SHAPE)
         tl.store(lse_ptr + partial, maximum + tl.log2(safe), mask=head_mask)
-        arrivals_ptr += row * tl.num_programs(0) + tl.program_id(0)
-        if arrives_last(arrivals_ptr, used):
-            first_head = tl.program_id(0) % G_TILES * BLOCK_G
+        if arrives_last(arrivals_ptr + row * HEAD_TILES + tile, used):
+            first_head = tile % G_TILES * BLOCK_G
             for in_tile in range(0, min(BLOCK_G, GROUP_SIZE), MERGED_HEADS):
                 merged = first_head + in_tile + tl.arange(0, MERGED_HEADS)
                 merge_splits(
@@ -547,6 +566,7 @@ def plan_splits(
         window or 0,
         cut.pieces,
         most,
+        cut.last_from or most + 1,
         cut.merged_splits,
         cut.turns,
         cut.held,
@@ -660,7 +680,11 @@ def paged_attention(call: Call) -> None:
         # Measured on GPUs that launch early alone.
         shared = cut.shared * 1024 if pdl["PDL"] else 0
         prefer(_DECODE, 100 * shared // decode.SHARED if shared else AS_IT_CHOOSES)
-        _decode_kernel[(head_tiles, len(items))](
+        programs = head_tiles * len(items)
+        if cut.even:
+            multiprocessors = num_multiprocessors(q.device)
+            programs = triton.cdiv(programs, multiprocessors) * multiprocessors
+        _decode_kernel[(programs,)](
             call.out,
             torch.empty((*size, v_head_dim), dtype=torch.float32, device=q.device),
             torch.empty(size, dtype=torch.float32, device=q.device),
@@ -670,6 +694,7 @@ def paged_attention(call: Call) -> None:
             window or 0,
             int(planned_now),
             table_stride,
+            len(items),
             SHAPE=shape,
             BLOCK_G=cut.block_g,
             BLOCK_N=cut.block_n,
