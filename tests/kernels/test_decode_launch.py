@@ -102,7 +102,11 @@ def test_rows_have_room_for_splits(size: int, shape: tuple[int, int, int]) -> No
         else:
             items = few
         held = resident(cut, shape[2], size)
-        assert cut.even == (few * head_tiles <= held * H200)
+        begins = start(rows, *shape, size)
+        if begins == decode.Start.AT_ONCE and rows > 1:
+            items = min(items, max(rows, 3 * H200 // head_tiles))
+        late = begins == decode.Start.MULTIPLIED and size > 1
+        assert cut.even == (late and few * head_tiles <= held * H200)
         if cut.even:
             # What all multiprocessors have alike, as far as they have room.
             each = min(held, -(-items * head_tiles // H200))
@@ -120,8 +124,10 @@ def resident(cut: decode.Launch, dim: int, size: int) -> int:
 
 def test_splits_are_the_last_where_they_fill_multiprocessors() -> None:
     """So few that each has a multiprocessor to itself are the first, and those that wait."""
-    assert launch(64, 32, 8, 128, 1).last_from == 10
-    assert launch(16, 14, 2, 64).last_from == 40
+    assert launch(32, 32, 8, 128).last_from == 10
+    assert launch(128, 14, 2, 64).last_from == 40
+    for few in (launch(1, 14, 2, 64), launch(16, 14, 2, 64), launch(64, 32, 8, 128, 1)):
+        assert (few.even, few.last_from) == (False, 0)
     assert (launch(256, 32, 8, 128).even, launch(256, 32, 8, 128).last_from) == (False, 0)
 
 
