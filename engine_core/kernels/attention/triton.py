@@ -9,6 +9,7 @@ causal prefill on Hopper takes the kernel of ``hopper``.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -615,6 +616,7 @@ def paged_attention(call: Call) -> None:
         if q.element_size() == 2 and (q.stride(0) % 2 or q.stride(1) % 2 or q.data_ptr() % 4):
             # They are read in pairs, too. One that is contiguous may begin at an odd number.
             q = q.clone(memory_format=torch.contiguous_format)
+            call = replace(call, q=q)
     # Products take 16 numbers at least, and those of codes' pairs are two.
     least = 32 if code else 16
     block_d = max(least, triton.next_power_of_2(head_dim))
