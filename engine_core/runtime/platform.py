@@ -211,8 +211,9 @@ def written_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A few bytes as :func:`to_host` brings them, but written by a kernel.
 
     A copy is made by other hardware of the GPU: before it and after it an H200 is idle for 4 to 9
-    us each, and 2 with a kernel. PyTorch does not know when the kernel is done, as it does of copies: keep the result until
-    an event behind it is, or what has its memory next is written over.
+    us each, and 2 with a kernel. PyTorch does not know when the kernel is done, as it does of
+    copies: keep the result until an event behind it is, or what has its memory next is written
+    over.
 
     Args:
         tensor: uint8 and contiguous, on a GPU. If that is not NVIDIA's a copy brings it.

@@ -70,6 +70,7 @@ def _attend_tiles(
     maximum,
     inputs,
     queries,
+    block,
     low,
     high,
     SHAPE: tl.constexpr,
@@ -78,10 +79,10 @@ def _attend_tiles(
 ):
     """Fold the tokens in ``[low, high)`` into the running softmax of every query row.
 
-    ``low`` is a multiple of BLOCK_N. Without MASKED ``high`` is one too, and all see every token.
+    ``low`` is a multiple of BLOCK_N, and the first of its tokens is in that ``block``. Without
+    MASKED ``high`` is one too, and all see every token.
     """
     seen = queries.seen
-    block = block_at(seen.table, low, high, SHAPE)
     for start in range(low, high, BLOCK_N):
         in_range = start + tl.arange(0, BLOCK_N) < high
         # Loaded one tile ahead, so that no key waits for it.
@@ -356,6 +357,8 @@ def _decode_kernel(
         )
         acc = (sums,)
     else:
+        # Older than all kernels of the step, as a plan is: no key waits for it.
+        block = block_at(table, low, high, SHAPE)
         wait(PDL)
         q, q_odd, q_scales, slopes = load_queries(
             inputs, q_ptr, heads * inputs.q_strides[1], heads, head_mask, SHAPE
@@ -366,7 +369,7 @@ def _decode_kernel(
         denominator = tl.zeros([BLOCK_G], dtype=tl.float32)
         maximum = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
         acc, denominator, maximum = _attend_tiles(
-            acc, denominator, maximum, inputs, queries, low, high, SHAPE, BLOCK_N, True
+            acc, denominator, maximum, inputs, queries, block, low, high, SHAPE, BLOCK_N, True
         )
     if not AT_ONCE:
         # Not before: programs of the linear that follows would take the place of these.
@@ -457,14 +460,18 @@ def _attend_prompt(
     denominator = tl.zeros([BLOCK_M], dtype=tl.float32)
     maximum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     if SHAPE.has_window:
+        block = block_at(table_ptr, low, full_low, SHAPE)
         acc, denominator, maximum = _attend_tiles(
-            acc, denominator, maximum, inputs, queries, low, full_low, SHAPE, BLOCK_N, True
+            acc, denominator, maximum, inputs, queries, block, low, full_low, SHAPE, BLOCK_N, True
         )
+    block = block_at(table_ptr, full_low, full_high, SHAPE)
     acc, denominator, maximum = _attend_tiles(
-        acc, denominator, maximum, inputs, queries, full_low, full_high, SHAPE, BLOCK_N, False
-    )
+        acc, denominator, maximum, inputs, queries, block, full_low, full_high, SHAPE, BLOCK_N,
+        False,
+    )  # fmt: skip
+    block = block_at(table_ptr, full_high, high, SHAPE)
     acc, denominator, maximum = _attend_tiles(
-        acc, denominator, maximum, inputs, queries, full_high, high, SHAPE, BLOCK_N, True
+        acc, denominator, maximum, inputs, queries, block, full_high, high, SHAPE, BLOCK_N, True
     )
     rows = tokens * SHAPE.num_heads + heads
     safe = tl.where(denominator > 0.0, denominator, 1.0)

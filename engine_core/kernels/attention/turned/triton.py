@@ -201,12 +201,15 @@ def attend(
     else:
         high_known = high
         end = high
+    # Numbers of blocks are older than all kernels of a step.
+    block = block_at(row.seen.table, low, high_known, SHAPE)
+    if not EARLY:
         wait(PDL)
         _, queries = _load_queries(inputs, row, 0, SHAPE)
-    block = block_at(row.seen.table, low, high_known, SHAPE)
     for start in range(low, end, BLOCK_N):
         in_range = start + tl.arange(0, BLOCK_N) < high_known
-        # Loaded one tile ahead, so that no key waits for it.
+        # Loaded one tile ahead, so that no key waits for it. Two ahead none would be in flight:
+        # Triton keeps no loads so that others wait for over two rounds.
         next_block = block_at(row.seen.table, start + BLOCK_N, high_known, SHAPE)
         # What tiles in flight are asked for with stands before the loop when it is compiled.
         if EARLY and start == low:
