@@ -342,6 +342,9 @@ def test_tiles_in_flight_follow_from_the_programs_of_rows() -> None:
     assert [(cut.block_n, round(cut.held * 8 / H200)) for cut in wide] == [
         (32, 3), (32, 3), (16, 5), (16, 5)
     ]  # fmt: skip
+    # Of codes many rows have a warp for each head, few rows four.
+    assert [launch(rows, 16, 8, 256, 1).num_warps for rows in (1, 49, 50, 256)] == [4, 4, 1, 1]
+    assert [launch(rows, 256, 8, 256, 1).num_warps for rows in (1, 256)] == [8, 2]
 
 
 def test_two_parts_have_room_for_what_their_columns_take() -> None:
