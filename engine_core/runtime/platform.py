@@ -221,8 +221,13 @@ def written_to_host(tensor: torch.Tensor) -> torch.Tensor:
     if torch.version.hip is not None:
         return to_host(tensor)
     host = torch.empty(tensor.shape, dtype=torch.uint8, pin_memory=True)
+    seen = torch.as_tensor(_SeenByGPU(host), device=tensor.device)
+    if seen.data_ptr() != host.data_ptr():
+        # What was pinned beside another GPU, and given back, serves all GPUs. PyTorch takes it to
+        # be on that one, and has made a copy for this one.
+        return to_host(tensor)
     # What PyTorch calls a copy would be one.
-    torch.add(tensor, 0, out=torch.as_tensor(_SeenByGPU(host), device=tensor.device))
+    torch.add(tensor, 0, out=seen)
     return host
 
 

@@ -27,7 +27,7 @@ from engine_core.inputs import MediaItem, ProcessedPrompt
 from engine_core.kernels import compiled
 from engine_core.runtime.block_tables import BlockTables
 from engine_core.runtime.memory import CachePlan
-from engine_core.runtime.platform import all_to_device
+from engine_core.runtime.platform import all_to_device, written_to_host
 from engine_core.runtime.runner import ModelRunner
 from engine_core.runtime.step_batch import GraphKey, StepBatch
 from engine_core.step_context import StepContext
@@ -516,6 +516,51 @@ def test_what_is_sent_to_a_busy_device_arrives_as_it_was() -> None:
     for number, (first, second) in enumerate(sent):
         assert first.unique().tolist() == [number]
         assert second.unique().tolist() == [number + 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_bytes_are_written_to_memory_that_was_pinned_beside_another_gpu() -> None:
+    """An engine may be on the second GPU where somebody used the first."""
+    torch.zeros(1, device="cuda:0")
+    pinned = torch.full((3 << 20,), 7, dtype=torch.uint8).pin_memory()
+    place = pinned.data_ptr()
+    del pinned
+    again = torch.empty(3 << 20, dtype=torch.uint8, pin_memory=True)
+    assert again.data_ptr() == place
+    del again
+    with torch.cuda.device(1):
+        given = (torch.arange(3 << 20, device="cuda") % 251).to(torch.uint8)
+        got = written_to_host(given)
+        torch.cuda.synchronize()
+    assert not got.is_cuda
+    assert got.equal(given.cpu())
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_bytes_are_written_wherever_pytorch_takes_memory_to_be(
+    copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of memory that it takes to be on another device it makes a copy, which nobody reads."""
+    made: list[Tensor] = []
+
+    def pinned(shape: tuple[int, ...], dtype: torch.dtype, pin_memory: bool) -> Tensor:
+        assert pin_memory
+        made.append(torch.zeros(shape, dtype=dtype))
+        return made[-1]
+
+    def seen(host: Any, device: torch.device) -> Tensor:
+        interface = host.__cuda_array_interface__
+        assert interface["data"] == (made[-1].data_ptr(), False)
+        assert (interface["shape"], interface["typestr"]) == ((2, 5), "|u1")
+        return made[-1].clone() if copied else made[-1]
+
+    given = torch.arange(10, dtype=torch.uint8).view(2, 5)
+    expected = given.tolist()
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch, "empty", pinned)
+    monkeypatch.setattr(torch, "as_tensor", seen)
+    assert written_to_host(given).tolist() == expected
 
 
 class Capturable(Successor):
