@@ -83,6 +83,17 @@ def test_the_driver_is_not_told_of_a_kernel_that_it_has_no_more(
     assert told == [(2, 9, 57)]
 
 
+@pytest.mark.skipif(not hasattr(knobs.runtime, "kernel_unload_hook"), reason="unloads none")
+def test_a_kernel_may_outlive_what_is_known_of_it(
+    told: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its end Python takes a module's names away while Triton still unloads kernels."""
+    load("_a_kernel", 1)
+    monkeypatch.setattr(shared, "_functions", None)
+    unload("_a_kernel", 1)
+    assert not told
+
+
 def test_a_driver_of_other_gpus_functions_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(name: str) -> Any:
         raise AssertionError(name)

@@ -56,8 +56,10 @@ def _loaded(module: Any, function: int, name: str, *more: Any) -> None:
 
 def _unloaded(module: Any, function: int, name: str, *more: Any) -> None:
     """Forget a kernel, of which the driver knows no more."""
-    if function in _functions[name]:
-        _functions[name].remove(function)
+    # Kernels are unloaded at the end of a process, too, where a module may have no names any more.
+    known = _functions.get(name, []) if _functions else []
+    if function in known:
+        known.remove(function)
 
 
 def _tell(function: int, percent: int) -> None:
