@@ -549,6 +549,67 @@ def test_kernel_splits_of_one_long_row_among_short_ones(
     assert error(launch(paged, 0.125, **options), expected) < 1e-5
 
 
+def attend_in_64_bits(paged: Paged, scale: float, window: int | None) -> Tensor:
+    """Of rows of one query, in float64."""
+    expected = torch.zeros(paged.poisoned_out().shape, dtype=torch.float64)
+    for out, query, (_, kv_len), (k, v) in zip(
+        expected, paged.q.double(), paged.rows, paged.dense, strict=True
+    ):
+        seen = slice(max(0, kv_len - (window or kv_len)), kv_len)
+        group = query.shape[0] // v.shape[1]
+        keys, values = (x[seen].double().repeat_interleave(group, dim=1) for x in (k, v))
+        weights = (torch.einsum("hd,khd->hk", query, keys) * scale).softmax(dim=1)
+        out.copy_(torch.einsum("hk,khd->hd", weights, values))
+    return expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="devices of other sizes are interpreted")
+def test_kernel_on_devices_of_all_sizes(
+    launch_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Splits come first or last among items, and programs beyond them do nothing.
+
+    Programs come to a multiple of the multiprocessors where a launch says so.
+    """
+    from engine_core.kernels.attention import triton
+
+    draw = random.Random(11)
+    kernel, programs = triton._decode_kernel, []
+
+    class Watched:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            programs.append(grid[0])
+            return kernel[grid]
+
+    monkeypatch.setattr(triton, "_decode_kernel", Watched())
+    found = set()
+    for seed in range(examples(100)):
+        size = draw.choice([1, 7, 20, 20, 20, 108])
+        monkeypatch.setattr(triton, "num_multiprocessors", lambda _, size=size: size)
+        lengths = [draw.choice([0, 1, 40, draw.randint(0, 100)]) for _ in range(13)]
+        lengths = [draw.choice([0, 33, 400, 600]), *lengths][: draw.choice([1, 5, 5, 14])]
+        group, kv_heads = draw.choice([1, 7, 17]), draw.choice([1, 3, 3])
+        dtype = draw.choice([torch.float32, torch.bfloat16])
+        paged = make_paged(
+            [(1, length) for length in lengths], heads=group * kv_heads, kv_heads=kv_heads,
+            head_dim=draw.choice([24, 64, 64]), dtype=dtype, seed=seed,
+        )  # fmt: skip
+        window = draw.choice([None, None, None, 1, 100])
+        memo: dict[Any, Any] = {}
+        most = draw.choice([paged.sizes()["max_kv_len"], 4096])
+        options = {"memo": memo, "window": window, "max_kv_len": most}
+        expected = attend_in_64_bits(paged, 0.125, window)
+        for _ in range(2):  # the second launch finds the counts that the first one left
+            assert error(launch(paged, 0.125, **options), expected) < TOLERANCE[dtype]
+        (((_, _, cut), items),) = memo.items()
+        whole = len(items) * kv_heads * -(-group // cut.block_g)
+        assert {programs.pop(), programs.pop()} == {-(-whole // size) * size if cut.even else whole}
+        is_split = items[items[:, 0] >= 0][:, 4] > 1
+        found.add((cut.even and whole % size > 0, bool(is_split.any()), bool(items[0, 0] < 0)))
+    # With programs beyond the items, and splits that are the last of these, or the first.
+    assert {(True, True, True), (True, True, False), (False, True, False)} <= found
+
+
 def test_kernel_layers_share_what_they_find_out_of_a_step(launch_device: str) -> None:
     """Layers of a step have caches, and may have windows, of their own.
 
