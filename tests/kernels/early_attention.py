@@ -7,22 +7,27 @@ cache of 8-bit floats, "-chained" before a chain of linears and "-narrow" for 2 
 "-deterministic" whatever the other rows. "-ada" is for such a GPU. A line says where the machine
 code's text lets the next kernel be launched, "first", or "last" by its waits and products,
 "between", or "none"; how often; how many lines that ask for tiles, or store, need not have waited;
-and by which name the code is known. Where nothing waits, it says in place of the tiles whether
-the last token is seen by itself.
+by which name the code is known; and how many per cent of a multiprocessor's first cache the driver
+is told to prefer as shared memory, "any" for none. Where nothing waits, it says in place of the
+tiles whether the last token is seen by itself.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from early_lines import STORES, WAIT, early_lines
+from triton import knobs
 from triton.compiler import compile as compile_kernel
 
 from engine_core.kernels import GPU, Fp8Weight, linear_rotary_store
 from engine_core.kernels.codes import SCALE_BYTES
+from engine_core.kernels.launch import shared
 from engine_core.nn import Attention
 from engine_core.runtime.absent import absent_gpu
 from engine_core.runtime.ahead import Part, Variant, recording, target_of
@@ -85,6 +90,15 @@ def launched(rows: int, words: list[str]) -> Variant:
     return [part for part in found if isinstance(part, Variant) and part.name == name][-1]
 
 
+def preferred(name: str) -> str:
+    """What the driver would be told if a kernel of this name were loaded now."""
+    told: list[int] = []
+    driver = SimpleNamespace(cuFuncSetAttribute=lambda _function, _which, to: told.append(to))
+    with patch.object(shared, "_driver", lambda: driver):
+        knobs.runtime.kernel_load_end_hook(None, 1, name, {}, "")  # type: ignore[arg-type]
+    return str(told[0]) if told else "any"
+
+
 def main(names: list[str]) -> None:
     for name in names:
         rows, *words = name.split("-")
@@ -100,8 +114,9 @@ def main(names: list[str]) -> None:
             given = variant.source.constants.items()
             constants = {variant.source.fn.arg_names[path[0]]: value for path, value in given}
             early = [int(constants["EARLY"]), 0]
-        told = (name, place if at >= 0 else "none", ptx.count(LAUNCH), *early, made.metadata.name)
-        sys.stdout.write(" ".join(map(str, told)) + "\n")
+        known = made.metadata.name
+        told = (name, place if at >= 0 else "none", ptx.count(LAUNCH), *early, known)
+        sys.stdout.write(" ".join(map(str, (*told, preferred(known)))) + "\n")
 
 
 if __name__ == "__main__":

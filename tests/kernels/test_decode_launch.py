@@ -278,26 +278,32 @@ def test_attention_that_starts_early_has_heads_as_columns(
 def test_what_attention_and_the_linear_ahead_do_before_they_wait(tmp_path: Path) -> None:
     """When the next kernel is launched, and what is asked for; nothing is stored.
 
+    And how much shared memory the driver is told that it prefers, if any.
+
     By a child, which compiles them, for here kernels are interpreted.
     """
     pytest.importorskip("triton", reason="triton is not installed")
     script = Path(__file__).with_name("early_attention.py")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     expected = [
-        *("24 last 1 0 0", "32 first 1 0 0", "1-codes last 1 0 0", "1-codes-chained first 1 0 0"),
-        *("1-chained last 1 0 0", "1-narrow last 1 96 0", "3-narrow last 1 64 0"),
-        "65-narrow last 1 0 0",
-        # It launches no kernel beside the one ahead.
-        "1-narrow-ada none 0 0 0",
+        *("24 last 1 0 0 57", "32 first 1 0 0 57", "1-codes last 1 0 0 any"),
+        *("64-codes last 1 0 0 57", "1-codes-chained first 1 0 0 any", "1-chained last 1 0 0 any"),
+        *("1-narrow last 1 96 0 any", "3-narrow last 1 64 0 43", "65-narrow last 1 0 0 any"),
+        # It launches no kernel beside the one ahead, nor was any preference measured.
+        *("1-narrow-ada none 0 0 0 any", "3-narrow-ada none 0 0 0 any"),
         # What is asked for here is a weight.
-        *("8-linear first 1 7 0", "17-linear between 1 7 0", "65-linear last 1 7 0"),
-        *("1-linear first 1 0 0", "1-linear-deterministic last 1 0 0"),
-        "1-linear-codes first 1 0 0",
+        *("8-linear first 1 7 0 any", "17-linear between 1 7 0 any", "65-linear last 1 7 0 any"),
+        *("1-linear first 1 0 0 57", "1-linear-deterministic last 1 0 0 any"),
+        "1-linear-codes first 1 0 0 any",
     ]
     name = ("_paged_decode_kernel", "_linear_kernel")
-    expected = [f"{line} {name['linear' in line]}" for line in expected]
+    split = [line.rsplit(" ", 1) for line in expected]
     # Of numbers of one row, whose programs keep half of the first cache as shared memory.
-    expected[-3] += "_of_one_row"
+    ends = ["_of_one_row" if line.startswith("1-linear first") else "" for line in expected]
+    expected = [
+        f"{line} {name['linear' in line]}{end} {percent}"
+        for (line, percent), end in zip(split, ends, strict=True)
+    ]
     done = forkserver.run(
         [sys.executable, str(script), *(line.split()[0] for line in expected)],
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
