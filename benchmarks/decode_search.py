@@ -223,6 +223,9 @@ def compiled_for(launch: decode.Launch) -> decode.Launch:
         sharing=0.0,
         waiting=0.0,
         warps=0.0,
+        shared=0,
+        even=False,
+        last_from=0,
     )
 
 

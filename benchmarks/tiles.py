@@ -37,7 +37,8 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
   these have waited, with 0 at once; but for 2 it asks for tokens before it waits. ``late=0``
   changes when it is launched alone.
 - ``carveout._linear_kernel_of_one_row=100``: kernels with this in their name prefer so many per
-  cent of the first cache as shared memory, -1 as the driver chooses.
+  cent of the first cache as shared memory, -1 as the driver chooses. Those of decode attention,
+  whose every launch says what they prefer, do as ``keeps`` has it.
 - ``keeps=132``: multiprocessors that run decode attention are to have so many KiB of shared memory,
   with 0 as many as the driver chooses.
 - ``even=0``: programs of decode attention without a split are the last, and as many as there are.
@@ -227,13 +228,13 @@ def settings(text: str) -> Iterator[None]:
 
                 stack.enter_context(patch.object(stored.Stored, "of", started))
                 if key == "start":
-                    stack.enter_context(
-                        patch.object(
-                            attention,
-                            "start_of",
-                            lambda *given, n=int(values): attention.Start(n),
+                    # By the other it is found how many programs there are.
+                    for name in ("start_of", "start_of_programs"):
+                        stack.enter_context(
+                            patch.object(
+                                attention, name, lambda *_, n=int(values): attention.Start(n)
+                            )
                         )
-                    )
             elif key == "carveout":
                 stack.enter_context(carved(field, int(values)))
             elif key == "keeps":

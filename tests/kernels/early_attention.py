@@ -95,7 +95,7 @@ def preferred(name: str) -> str:
     told: list[int] = []
     driver = SimpleNamespace(cuFuncSetAttribute=lambda _function, _which, to: told.append(to))
     with patch.object(shared, "_driver", lambda: driver):
-        knobs.runtime.kernel_load_end_hook(None, 1, name, {}, "")  # type: ignore[arg-type]
+        knobs.runtime.kernel_load_end_hook(None, 1, name, {}, "")
     return str(told[0]) if told else "any"
 
 

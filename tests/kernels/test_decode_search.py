@@ -92,6 +92,8 @@ def test_the_same_launch_of_other_costs_took_the_same() -> None:
     point = Point.named("32/8/128 1x4000")
     launch = decode_search.chosen(point)._replace(pieces=64)
     timed = {launch._replace(items=items): float(items) for items in (16, 66, 40)}
+    placed = launch._replace(shared=100, even=not launch.even, last_from=launch.last_from + 1)
+    assert decode_search.compiled_for(placed) == decode_search.compiled_for(launch)
     for change in ({"sharing": 0.5}, {"waiting": 0.5}, {"warps": 9.0}, {"held": 7.0}):
         other = launch._replace(**change)
         assert decode_search.compiled_for(other) == decode_search.compiled_for(launch)
