@@ -91,7 +91,7 @@ def launched(rows: int, words: list[str]) -> Variant:
 
 
 def preferred(name: str) -> str:
-    """What the driver would be told if a kernel of this name were loaded now."""
+    """Tell what the driver would hear if a kernel of this name were loaded now."""
     told: list[int] = []
     driver = SimpleNamespace(cuFuncSetAttribute=lambda _function, _which, to: told.append(to))
     with patch.object(shared, "_driver", lambda: driver):

@@ -18,7 +18,7 @@ from engine_core.kernels.launch import shared
 
 @pytest.fixture(autouse=True)
 def own_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other tests' kernels prefer stays as it is."""
+    """Leave the preferences of other tests' kernels as they are."""
     monkeypatch.setattr(shared, "_percents", dict(shared._percents))
     monkeypatch.setattr(shared, "_functions", defaultdict(list))
 
