@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from benchmarks.decode import CLOCK_AND_POWER
 from benchmarks.gpu import build, release, runner
 from benchmarks.workloads import SHAPES
 from engine_core.bench.workloads import MIX, measure
@@ -88,10 +89,8 @@ def missed_by(name: str, value: float, asked: float) -> float:
 
 
 def clock() -> str:
-    """The card's clock, power and temperature, as nvidia-smi has them."""
-    command = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,temperature.gpu"]
-    done = subprocess.run([*command, "--format=csv,noheader"], capture_output=True, text=True)
-    return done.stdout.strip() or done.stderr.strip()
+    """The card's clock and power, as nvidia-smi has them."""
+    return subprocess.check_output(CLOCK_AND_POWER, text=True).strip()
 
 
 def run_part(name: str, part: Part, folder: Path) -> int:
