@@ -77,13 +77,10 @@ _FLOAT32_TILES: _TilesByWidth = {
 
 def cut_by(heads: Heads, rows: int, tile: Tile, multiprocessors: int) -> decode.Launch:
     """The engine's launch with another tile."""
-    keys, values = map(decode.columns_of, heads.widths, heads.rests)
-    given = heads.group_size, heads.kv_heads, max(heads.widths)
-    launch = decode.cut(
-        tile, rows, *given, heads.widths[1], (keys, values), heads.bytes, multiprocessors,
-        heads.block_g,
+    return decode.launch(
+        rows, heads.group_size, heads.kv_heads, max(heads.widths), heads.widths[1], heads.bytes,
+        multiprocessors, heads.rests, tile,
     )  # fmt: skip
-    return decode.evenly(launch, rows, *given, (keys, values), heads.bytes, multiprocessors)
 
 
 def tiles(heads: Heads) -> tuple[Tile, ...]:

@@ -228,13 +228,11 @@ def settings(text: str) -> Iterator[None]:
 
                 stack.enter_context(patch.object(stored.Stored, "of", started))
                 if key == "start":
-                    # By the other it is found how many programs there are.
-                    for name in ("start_of", "start_of_programs"):
-                        stack.enter_context(
-                            patch.object(
-                                attention, name, lambda *_, n=int(values): attention.Start(n)
-                            )
+                    stack.enter_context(
+                        patch.object(
+                            attention, "start_by", lambda *_, n=int(values): attention.Start(n)
                         )
+                    )
             elif key == "carveout":
                 stack.enter_context(carved(field, int(values)))
             elif key == "keeps":

@@ -192,6 +192,11 @@ def shared_memory(
     return tiles + block_g * min(block_d, columns[0]) * held + weights
 
 
+def programs_held(memory: int, num_warps: int, room: int = SHARED) -> int:
+    """Programs of ``memory`` bytes that a multiprocessor with ``room`` for them holds at a time."""
+    return max(1, min(room // (memory + _RESERVED), _WARPS // num_warps))
+
+
 def registers(memory: int, num_warps: int, turned: bool) -> int:
     """Registers of a thread that leave room for as many programs as ``memory`` of each does.
 
@@ -200,7 +205,7 @@ def registers(memory: int, num_warps: int, turned: bool) -> int:
     of 252 with 5 of 128, where a tile took 1.1 us and not 0.65. 0 where a bound would be so low
     that numbers may be spilled. ``turned``: heads are columns, which takes fewer.
     """
-    programs = max(1, min(SHARED // (memory + _RESERVED), _WARPS // num_warps))
+    programs = programs_held(memory, num_warps)
     most = _REGISTERS // (32 * num_warps * programs) // 8 * 8
     return 0 if most < (128 if turned else 168) else min(most, 255)
 
@@ -232,6 +237,15 @@ def heads_together(group_size: int, block_d: int, number_bytes: int, in_parts: b
     return min(64, max(16, power_of_2(group_size)))
 
 
+def least_items(num_rows: int) -> int:
+    """Splits of rows that nothing else asks to be cut.
+
+    However many rows there are, a few of them may be much longer than the others, which would end
+    long before: 1 of 100,000 tokens beside 200 of 300.
+    """
+    return num_rows + min(num_rows // 2, MAX_SPLITS)
+
+
 def cut(
     tile: Tile, num_rows: int, group_size: int, kv_heads: int, block_d: int, block_dv: int,
     columns: tuple[int, int], number_bytes: int, multiprocessors: int, block_g: int,
@@ -241,17 +255,15 @@ def cut(
     memory = shared_memory(block_g, block_d, columns, number_bytes, tile)
     # More heads than 16 need more registers than that leaves, if not in the loop.
     bound = registers(memory, tile.num_warps, turned) if block_g <= 16 else 0
-    resident = max(1, min(SHARED // (memory + _RESERVED), _WARPS // tile.num_warps))
+    resident = programs_held(memory, tile.num_warps)
     head_tiles = kv_heads * -(-group_size // block_g)
     held = resident * multiprocessors / head_tiles
     # Programs that find no split take time, so that there are few: half of those that are attended
     # to at a time where unsplit rows are no more than a program for each multiprocessor, though
     # three for each if they have room. Where rows alone are more, all of those if heads are columns
     # over numbers, which took 1% longer for it; two thirds over codes, which took 4% longer for all
-    # of those; half if heads are rows, which took 9% longer, up to 21%. However many rows there
-    # are, a few of them may be much longer than the others, which would end long before: 1 of
-    # 100,000 tokens beside 200 of 300.
-    items = num_rows + min(num_rows // 2, MAX_SPLITS)
+    # of those; half if heads are rows, which took 9% longer, up to 21%.
+    items = least_items(num_rows)
     three = min(held, 3 * multiprocessors / head_tiles)
     if num_rows * head_tiles <= multiprocessors:
         items = max(items, int(max(held / 2, three)), multiprocessors // head_tiles)
@@ -282,6 +294,7 @@ def launch(
     number_bytes: int,
     multiprocessors: int,
     rests: tuple[int, int] = (0, 0),
+    tile: Tile | None = None,
 ) -> Launch:  # fmt: skip
     """Choose how ``num_rows`` rows of one query each are attended to.
 
@@ -294,12 +307,14 @@ def launch(
         number_bytes: of the cache: 4 of float32, 2 of 16 bits, 1 of codes.
         multiprocessors: of the device.
         rests: of keys and values of heads that are two parts, as :func:`rest_of` has them.
+        tile: the tile, if not that of :func:`tile_of`.
     """
     block_g = heads_together(group_size, block_d, number_bytes, any(rests))
     head_tiles = kv_heads * -(-group_size // block_g)
     columns = columns_of(block_d, rests[0]), columns_of(block_dv, rests[1])
     programs = num_rows * head_tiles / multiprocessors
-    tile = tile_of(block_d, number_bytes, block_g, programs, any(rests))
+    if tile is None:
+        tile = tile_of(block_d, number_bytes, block_g, programs, any(rests))
     return evenly(
         cut(
             tile, num_rows, group_size, kv_heads, block_d, block_dv, columns, number_bytes,
@@ -341,9 +356,7 @@ def evenly(
     head_tiles = kv_heads * -(-group_size // launch.block_g)
     programs = num_rows * head_tiles / multiprocessors
     turned = launch.block_g < 16
-    # As ``start_of`` has it: heads that are columns are of one part.
-    early = turned and number_bytes == 2 and block_d <= 64
-    start = start_of_programs(num_rows, kv_heads, multiprocessors) if early else Start.MULTIPLIED
+    start = start_by(launch.block_g, num_rows, kv_heads, block_d, number_bytes, multiprocessors)
     at_once = start == Start.AT_ONCE and num_rows > 1
     shared = shared_of(programs, block_d, number_bytes, turned=turned, early=at_once)
     launch = launch._replace(shared=shared)
@@ -353,14 +366,9 @@ def evenly(
         return launch._replace(items=min(launch.items, items))
     tile = Tile(launch.block_n, launch.num_warps, launch.num_stages)
     memory = shared_memory(launch.block_g, block_d, columns, number_bytes, tile)
-    room = 1024 * shared or SHARED
-    resident = max(1, min(room // (memory + _RESERVED), _WARPS // launch.num_warps))
-    few = num_rows + min(num_rows // 2, MAX_SPLITS)
-    if (
-        number_bytes == 1
-        or start < Start.MULTIPLIED
-        or few * head_tiles > resident * multiprocessors
-    ):
+    resident = programs_held(memory, launch.num_warps, 1024 * shared or SHARED)
+    fits = least_items(num_rows) * head_tiles <= resident * multiprocessors
+    if number_bytes == 1 or start < Start.MULTIPLIED or not fits:
         return launch
     each = min(resident, -(-launch.items * head_tiles // multiprocessors))
     items = max(num_rows, each * multiprocessors // head_tiles)
@@ -464,14 +472,18 @@ def start_of(
     """
     dims = max(head_dim, v_head_dim)
     in_parts = any(rest_of(dim, max(16, power_of_2(dim))) for dim in (head_dim, v_head_dim))
-    turned = heads_together(group_size, max(16, power_of_2(dims)), number_bytes, in_parts)
-    if number_bytes != 2 or dims > 64 or turned > _TURNED_HEADS:
-        return Start.MULTIPLIED
-    return start_of_programs(num_rows, kv_heads, multiprocessors)
+    block_g = heads_together(group_size, max(16, power_of_2(dims)), number_bytes, in_parts)
+    return start_by(block_g, num_rows, kv_heads, dims, number_bytes, multiprocessors)
 
 
-def start_of_programs(num_rows: int, kv_heads: int, multiprocessors: int) -> Start:
-    """When attention starts by its programs, of heads and a cache that may start early."""
-    if power_of_2(num_rows) * kv_heads > multiprocessors:
+def start_by(
+    block_g: int, num_rows: int, kv_heads: int, dims: int, number_bytes: int, multiprocessors: int
+) -> Start:
+    """As :func:`start_of`, of programs of ``block_g`` query heads of up to ``dims`` numbers.
+
+    Heads that are columns of products are of one part.
+    """
+    few = power_of_2(num_rows) * kv_heads <= multiprocessors
+    if number_bytes != 2 or dims > 64 or block_g > _TURNED_HEADS or not few:
         return Start.MULTIPLIED
     return Start.AT_ONCE if num_rows <= 16 else Start.WAITED

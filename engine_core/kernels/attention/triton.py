@@ -665,10 +665,12 @@ def paged_attention(call: Call) -> None:
         invariant.paged_attention(call, inputs, shape)
         return
     if num_decode_rows:
+        multiprocessors = num_multiprocessors(q.device)
+        number_bytes = 1 if code else q.element_size()
         cut = decode.launch(
             num_decode_rows, group_size, num_kv_heads, dims, block_dv,
-            1 if code and not float32 else q.element_size(), num_multiprocessors(q.device),
-            (shape.rest_d, shape.rest_dv),
+            # Queries of float32 take its tiles over codes, too.
+            4 if float32 else number_bytes, multiprocessors, (shape.rest_d, shape.rest_dv),
         )  # fmt: skip
         head_tiles = num_kv_heads * triton.cdiv(group_size, cut.block_g)
         items, planned_now = plan_splits(
@@ -680,18 +682,17 @@ def paged_attention(call: Call) -> None:
             call.memo,
         )
         start = decode.start_of(
-            num_decode_rows, group_size, num_kv_heads, head_dim, v_head_dim,
-            1 if code else q.element_size(), num_multiprocessors(q.device),
+            num_decode_rows, group_size, num_kv_heads, head_dim, v_head_dim, number_bytes,
+            multiprocessors,
         )  # fmt: skip
         # Other GPUs, but for the interpreter's, launch no kernel beside the one ahead.
         early = start < decode.Start.MULTIPLIED and (pdl["PDL"] or not q.is_cuda)
         size = (len(items), num_heads)
         # Measured on GPUs that launch early alone.
-        shared = cut.shared * 1024 if pdl["PDL"] else 0
-        prefer(_DECODE, 100 * shared // decode.SHARED if shared else AS_IT_CHOOSES)
+        wanted = pdl["PDL"] and cut.shared
+        prefer(_DECODE, 100 * 1024 * cut.shared // decode.SHARED if wanted else AS_IT_CHOOSES)
         programs = head_tiles * len(items)
         if cut.even:
-            multiprocessors = num_multiprocessors(q.device)
             programs = triton.cdiv(programs, multiprocessors) * multiprocessors
         _decode_kernel[(programs,)](
             call.out,
@@ -713,8 +714,8 @@ def paged_attention(call: Call) -> None:
             AT_ONCE=decode.leaves_room(
                 num_decode_rows * head_tiles,
                 dims,
-                1 if code else q.element_size(),
-                num_multiprocessors(q.device),
+                number_bytes,
+                multiprocessors,
                 chained=call.chained,
             ),
             # Behind a chain it is the rotation that lets it be launched, which has waited itself.
