@@ -21,7 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from early_lines import STORES, WAIT, early_lines
+from early_lines import LAUNCH, STORES, WAIT, early_lines
 from triton import knobs
 from triton.compiler import compile as compile_kernel
 
@@ -35,7 +35,6 @@ from engine_core.step_context import AttentionMetadata, BuildContext, GroupMetad
 
 ADA, HOPPER = GPU.of_capability((8, 9)), GPU.of_capability((9, 0))
 BLOCK_SIZE, BLOCKS = 64, 16
-LAUNCH = "griddepcontrol.launch_dependents"
 # Of matrix units; those of one row have none.
 PRODUCT = re.compile(r"mma\.sync|mma_async")
 ASKED = re.compile(r"\bcp\.async\.c[ag]\.shared\.global|\.tensor\.\dd\.shared::\w+\.global")
@@ -105,7 +104,8 @@ def main(names: list[str]) -> None:
         variant = launched(int(rows), words)
         made = compile_kernel(variant.source, target=variant.target, options=variant.options)
         ptx = made.asm["ptx"]
-        at = ptx.find(LAUNCH)
+        launches = [found.start() for found in LAUNCH.finditer(ptx)]
+        at = launches[0] if launches else -1
         waits = [found.start() for found in re.finditer(WAIT, ptx)]
         ends = waits[-1:] + [found.start() for found in PRODUCT.finditer(ptx)][-1:]
         place = "first" if at < min(waits, default=0) else "last" if at > max(ends) else "between"
@@ -115,7 +115,7 @@ def main(names: list[str]) -> None:
             constants = {variant.source.fn.arg_names[path[0]]: value for path, value in given}
             early = [int(constants["EARLY"]), 0]
         known = made.metadata.name
-        told = (name, place if at >= 0 else "none", ptx.count(LAUNCH), *early, known)
+        told = (name, place if launches else "none", len(launches), *early, known)
         sys.stdout.write(" ".join(map(str, (*told, preferred(known)))) + "\n")
 
 

@@ -549,20 +549,6 @@ def test_kernel_splits_of_one_long_row_among_short_ones(
     assert error(launch(paged, 0.125, **options), expected) < 1e-5
 
 
-def attend_in_64_bits(paged: Paged, scale: float, window: int | None) -> Tensor:
-    """Of rows of one query, in float64."""
-    expected = torch.zeros(paged.poisoned_out().shape, dtype=torch.float64)
-    for out, query, (_, kv_len), (k, v) in zip(
-        expected, paged.q.double(), paged.rows, paged.dense, strict=True
-    ):
-        seen = slice(max(0, kv_len - (window or kv_len)), kv_len)
-        group = query.shape[0] // v.shape[1]
-        keys, values = (x[seen].double().repeat_interleave(group, dim=1) for x in (k, v))
-        weights = (torch.einsum("hd,khd->hk", query, keys) * scale).softmax(dim=1)
-        out.copy_(torch.einsum("hk,khd->hd", weights, values))
-    return expected
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="devices of other sizes are interpreted")
 def test_kernel_on_devices_of_all_sizes(
     launch_device: str, monkeypatch: pytest.MonkeyPatch
@@ -598,7 +584,7 @@ def test_kernel_on_devices_of_all_sizes(
         memo: dict[Any, Any] = {}
         most = draw.choice([paged.sizes()["max_kv_len"], 4096])
         options = {"memo": memo, "window": window, "max_kv_len": most}
-        expected = attend_in_64_bits(paged, 0.125, window)
+        expected = attend_by_reference(paged, 0.125, window=window)
         for _ in range(2):  # the second launch finds the counts that the first one left
             assert error(launch(paged, 0.125, **options), expected) < TOLERANCE[dtype]
         (((_, _, cut), items),) = memo.items()
