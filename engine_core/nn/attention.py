@@ -206,11 +206,12 @@ class Attention(CachedLayer):
         v_cache: Tensor,
         attn_metadata: AttentionMetadata,
         *,
-        chained: bool = False,
+        chained: int = 0,
     ) -> Tensor:
         """``q [T, heads, D]`` to ``[T, heads, Dv]``; this step's keys and values are stored.
 
-        ``chained`` says that a chain of linears follows, for which the kernel may make room.
+        ``chained`` has the bits of the codes of a chain of linears that follows, for which the
+        kernel may make room; 0 if none does.
         """
         return paged_attention(
             q,

@@ -40,6 +40,7 @@ from engine_core.nn.linear import (
     build_gateup_linear,
     build_o_proj,
     build_qkv_proj,
+    chain_bits,
 )
 from engine_core.nn.module import Module
 from engine_core.nn.norm import RMSNorm
@@ -354,7 +355,7 @@ class DecoderLayer(Module):
         self.chained: Chained | None = None
         self.may_chain = True
         # Whether the attention is told that a chain follows: a family's own need not know the word.
-        self._tells = False
+        self._tells = 0
 
     def forward(
         self,
@@ -382,7 +383,7 @@ class DecoderLayer(Module):
         chained = self.chained if self._chains(asked) else None
         if isinstance(x, Attended) or chained is not None:
             queries, residual = self._queries(x, residual, cos_sin, cache, attn_metadata)
-            options = {} if chained is None or not self._tells else {"chained": True}
+            options = {} if chained is None or not self._tells else {"chained": self._tells}
             heads = attention.attend.attend(queries, *cache[:2], attn_metadata, **options)
             heads = heads.flatten(1).unsqueeze(0)
             branch, inputs = attention.ends()[2], (heads,)
@@ -506,7 +507,8 @@ class DecoderLayer(Module):
             if not _ever_fuses(project, chain, gpu):
                 chain = None
             attend = attention.attend.attend
-            self._tells = "chained" in inspect.signature(attend).parameters
+            told = "chained" in inspect.signature(attend).parameters
+            self._tells = chain_bits(project) if told else 0
         self.chained = chain
         return self._joints
 

@@ -367,6 +367,12 @@ def _chain_form(layer: Linear) -> ChainForm | None:
     return layer.method.chain_form(layer)
 
 
+def chain_bits(layer: Linear) -> int:
+    """Bits of the codes of a linear's weight in a chain; 0 if it has no form of one."""
+    form = _chain_form(layer)
+    return 0 if form is None else form.bits
+
+
 def _chain_of(layer: Linear, chain: Chained) -> Chain:
     """The chain as the kernel is given it."""
     linears = (layer, *chain.linears)

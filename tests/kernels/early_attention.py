@@ -2,7 +2,8 @@
 
 Run by itself, for a GPU that is not there, since Triton's interpreter takes the compiler's place in
 the other tests. It prints a line for each number of rows that is given, perhaps with "-codes" for a
-cache of 8-bit floats, "-chained" before a chain of linears and "-narrow" for 2 KV heads of 64; with
+cache of 8-bit floats, "-chained" before a chain of linears of 8-bit floats, "-chained4" before one
+of 4-bit codes and "-narrow" for 2 KV heads of 64; with
 "-linear" of the linear to such queries, keys and values, with "-codes" of 8-bit floats and with
 "-deterministic" whatever the other rows. "-ada" is for such a GPU. A line says where the machine
 code's text lets the next kernel be launched, "first", or "last" by its waits and products,
@@ -42,7 +43,7 @@ ASKED = re.compile(r"\bcp\.async\.c[ag]\.shared\.global|\.tensor\.\dd\.shared::\
 
 def attend(rows: int, words: list[str]) -> None:
     """Attend to so many rows of one query."""
-    codes, chained = "codes" in words, "chained" in words
+    codes, chained = "codes" in words, 4 if "chained4" in words else 8 * ("chained" in words)
     heads, kv_heads, head_dim = (14, 2, 64) if "narrow" in words else (32, 8, 128)
     built = BuildContext(dtype=torch.bfloat16, kv_cache_dtype="fp8" if codes else "auto")
     with building(built):

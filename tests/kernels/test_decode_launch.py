@@ -193,14 +193,21 @@ def test_the_next_kernel_is_launched_at_once_where_programs_leave_room() -> None
 
 
 def test_a_chain_is_launched_at_once_behind_caches_of_codes() -> None:
-    """Programs over numbers, and over wider heads, have no room beside a chain's."""
+    """Programs over numbers, and over wider heads, have no room beside a chain's.
 
-    def at_once(number_bytes: int, dims: int) -> bool:
-        return decode.leaves_room(8, dims, number_bytes, H200, chained=True)
+    But for those over 16 bits, beside a chain of 4-bit codes, which takes less.
+    """
 
-    assert at_once(1, 64)
-    assert at_once(1, 128)
-    assert not any((at_once(1, 256), at_once(2, 128), at_once(4, 64)))
+    def at_once(number_bytes: int, dims: int, bits: int = 8) -> bool:
+        return decode.leaves_room(8, dims, number_bytes, H200, chained=bits)
+
+    for bits in (4, 8):
+        assert at_once(1, 64, bits)
+        assert at_once(1, 128, bits)
+        assert not any((at_once(1, 256, bits), at_once(2, 256, bits), at_once(4, 64, bits)))
+    assert at_once(2, 128, 4)
+    # Narrow heads start early instead.
+    assert not any((at_once(2, 64, 4), at_once(2, 128)))
 
 
 def test_programs_are_spread_evenly_by_what_multiprocessors_have_room_for() -> None:
@@ -256,7 +263,7 @@ def test_attention_that_starts_early_does_not_let_its_successor_start_at_once() 
     """It reads the plan before it waits: of this attention and the one before, one has waited."""
     for rows, kv_heads, dim, size in product((1, 12, 25, 50), (1, 2, 8), (64, 128), (1, 2)):
         if start(rows, 4 * kv_heads, kv_heads, dim, size) < decode.Start.MULTIPLIED:
-            for chained in (False, True):
+            for chained in (0, 4, 8):
                 assert not decode.leaves_room(rows * kv_heads, dim, size, H200, chained=chained)
 
 
@@ -288,6 +295,7 @@ def test_what_attention_and_the_linear_ahead_do_before_they_wait(tmp_path: Path)
     expected = [
         *("24 last 1 0 0 57", "32 first 1 0 0 57", "1-codes last 1 0 0 any"),
         *("64-codes last 1 0 0 57", "1-codes-chained first 1 0 0 any", "1-chained last 1 0 0 any"),
+        *("1-chained4 first 1 0 0 any", "1-narrow-chained4 last 1 0 0 any"),
         *("1-narrow last 1 96 0 any", "3-narrow last 1 64 0 43", "65-narrow last 1 0 0 any"),
         # It launches no kernel beside the one ahead, nor was any preference measured.
         *("1-narrow-ada none 0 0 0 any", "3-narrow-ada none 0 0 0 any"),

@@ -145,10 +145,10 @@ def test_a_layer_leaves_its_rest_to_the_next_one() -> None:
 
 @pytest.mark.usefixtures("_chains_on_cpu")
 def test_attention_hears_of_the_chain_that_follows() -> None:
-    """But a family's own, which may not know the word."""
+    """With the bits of its codes; but a family's own, which may not know the word."""
     made, heard = layers(), []
 
-    def attend(inner: Any, *args: Any, chained: bool = False) -> Tensor:
+    def attend(inner: Any, *args: Any, chained: int = 0) -> Tensor:
         heard.append(chained)
         return inner(*args, chained=chained)
 
@@ -157,7 +157,7 @@ def test_attention_hears_of_the_chain_that_follows() -> None:
         vars(own)["attend"] = partial(attend, own.attend)
     given, streams, _ = steps(made)
     assert [type(each) for each in given] == [Attended, Attended, Tensor]
-    assert heard == [True, True, False] * TOKENS
+    assert heard == [8, 8, 0] * TOKENS
 
     def old(inner: Any, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
         return inner(q, k, v, metadata)
@@ -487,6 +487,11 @@ def test_4_bits_are_chained_where_all_linears_have_one_form(
     assert chain is not None
     declined = project.declined(chain, Call(1, torch.bfloat16, GPU.of_capability((9, 0))))
     assert declined is None if why is None else why in (declined or "")
+    if why is None:
+        made[0].join(GPU.of_capability((9, 0)), settled=True)
+        # What attention is told.
+        assert made[0].chained is not None
+        assert made[0]._tells == 4
 
 
 def wide_layers(methods: Sequence[LinearMethod] = (Fp8LinearMethod(),)) -> list[DecoderLayer]:

@@ -33,7 +33,7 @@ def paged_attention(
     out: Tensor | None = None,
     memo: dict[Any, Any] | None = None,
     deterministic: bool = False,
-    chained: bool = False,
+    chained: int = 0,
 ) -> Tensor:
     """Softmax attention of each row's new tokens over all the tokens that its blocks hold.
 
@@ -74,8 +74,8 @@ def paged_attention(
             the first must be too: a replay has to derive it anew.
         deterministic: whether each query's result must be the same, bit for bit, whatever other
             rows there are and however many queries of its own row. Only on a GPU.
-        chained: whether :func:`~engine_core.kernels.linear_chain` follows, which begins early if it
-            is let. Results do not depend on it.
+        chained: bits of the codes of :func:`~engine_core.kernels.linear_chain` if that follows,
+            which begins early if it is let; 0: it does not. Results do not depend on it.
 
     Returns:
         ``[T, Hq, Dv]``. Tokens at ``query_start[R]`` and beyond are not written.

@@ -18,7 +18,7 @@ class Call:
         v_cache: likewise.
         k_scales: ``[num_blocks, Hk, block_size]`` float32, of codes; None of numbers.
         v_scales: likewise.
-        chained: whether a chain of linears follows.
+        chained: bits of the codes of a chain of linears that follows; 0: none does.
     """
 
     q: Tensor
@@ -40,7 +40,7 @@ class Call:
     deterministic: bool = False
     k_scales: Tensor | None = None
     v_scales: Tensor | None = None
-    chained: bool = False
+    chained: int = 0
 
 
 def check_rows(
