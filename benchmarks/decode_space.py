@@ -137,7 +137,7 @@ def chosen_pieces(tiles: Sequence[int], launch: decode.Launch) -> int:
         working = launch.tile_us * length * max(1.0, turn) * (1.0 + launch.waiting * others)
         splits = -(-max(tiles) // length)
         turns = -(-splits // launch.merged_splits) * launch.turns
-        merging = costs.split + costs.turn * turns if splits > 1 else 0.0
+        merging = costs.split + decode.turn_of(launch) * turns if splits > 1 else 0.0
         cost = (working**4 + reading**4) ** 0.25 + costs.begin * turn + merging
         if launch.sharing:
             cost *= 1.0 + launch.sharing * min(turn, 1.0)

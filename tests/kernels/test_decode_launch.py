@@ -82,9 +82,9 @@ def test_the_bound_leaves_what_a_loop_needs() -> None:
 def test_rows_have_room_for_splits(size: int, shape: tuple[int, int, int]) -> None:
     """Few rows for half as many as the device holds at a time, and many for a few.
 
-    Some for all of them, or for two thirds over codes and half if heads are rows of numbers: there
-    programs without one take more time. Few and some for three programs of a multiprocessor, if it
-    has room for them.
+    Some for all of them, or half if heads are rows of numbers: there programs without one take more
+    time. Over codes two thirds, and for few rows of up to 64 dimensions. Few and some for three
+    programs of a multiprocessor, if it has room for them.
     """
     heads, kv_heads, _ = shape
     for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 1000):
@@ -94,7 +94,8 @@ def test_rows_have_room_for_splits(size: int, shape: tuple[int, int, int]) -> No
         few = rows + min(rows // 2, 64)
         three = int(min(cut.held, 3 * H200 / head_tiles))
         if programs <= H200:
-            items = max(few, int(cut.held / 2), three)
+            part = 2 / 3 if size == 1 and shape[2] <= 64 else 1 / 2
+            items = max(few, int(part * cut.held), three)
             assert launch(rows, *shape, 4).items * programs >= 0.9 * rows * H200
         elif rows <= cut.held:
             part = 2 / 3 if size == 1 else 1 if cut.block_g < 16 else 0.5
@@ -170,6 +171,10 @@ def test_costs_are_of_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     codes = [launch(1, 32, 8, 128, 1), launch(1, 16, 1, 256, 1)]
     assert [(cut.waiting, cut.warps) for cut in codes] == [(costs.waiting, 2), (costs.waiting, 3)]
     assert launch(1, 32, 8, 128).waiting == 0
+    # Turns of merging are said to take longer over codes.
+    turns = [decode.turn_of(launch(1, 32, 8, 128, size)) for size in (1, 2, 4)]
+    assert turns == [costs.code_turn, costs.turn, costs.turn]
+    assert costs.code_turn > costs.turn
     # A warp merges 8 of 16 heads of 128 at a time.
     assert (launch(1, 32, 8, 128).turns, launch(1, 128, 8, 128).turns) == (1, 2)
     # Of heads of 80 numbers 16 more than 64 are read, and not 64 more.
@@ -333,6 +338,8 @@ def test_a_launch_is_of_powers_of_2() -> None:
 def test_tiles_in_flight_follow_from_the_programs_of_rows() -> None:
     """Of codes of 128 four stages for a program a multiprocessor, of numbers for 4 that have room.
 
+    Over codes of 64 two warps have tiles of 64 tokens, and of 256 four where rows fill the device.
+
     Heads in two parts have room for more than 4, and wide ones for fewer unless tiles are short.
     Over codes heads as rows, and over numbers more than 16 of them, take no fourth stage.
     """
@@ -357,7 +364,12 @@ def test_tiles_in_flight_follow_from_the_programs_of_rows() -> None:
         (32, 3), (32, 3), (16, 5), (16, 5)
     ]  # fmt: skip
     # Of codes many rows have a warp for each head, few rows four.
-    assert [launch(rows, 16, 8, 256, 1).num_warps for rows in (1, 49, 50, 256)] == [4, 4, 1, 1]
+    coded = [launch(rows, 16, 8, 256, 1) for rows in (1, 4, 5, 49, 50, 256)]
+    assert [(cut.block_n, cut.num_warps) for cut in coded] == [
+        (32, 4), (32, 4), (64, 4), (64, 4), (32, 1), (32, 1)
+    ]  # fmt: skip
+    coded = [launch(rows, 14, 2, 64, 1) for rows in (1, 256)] + [launch(1, 64, 4, 64, 1)]
+    assert [(cut.block_n, cut.num_warps) for cut in coded] == [(64, 2), (64, 2), (32, 1)]
     assert [launch(rows, 256, 8, 256, 1).num_warps for rows in (1, 256)] == [8, 2]
 
 

@@ -582,7 +582,7 @@ def plan_splits(
         cut.read_us,
         costs.begin,
         costs.split,
-        costs.turn,
+        decode.turn_of(cut),
         1.0 if cut.sharing else costs.crowded,
         cut.sharing,
         cut.waiting,
