@@ -3,9 +3,10 @@
     python benchmarks/asked.py [fp8] [cache] [int4] [gguf] [small] [plain]
 
 Without names all parts run, some six minutes on an H200 from an empty kernel cache. The figures are
-those of ``gpu.py``, each beside what issues 21 and 25 ask; cards of one kind differ by up to 5%, so
-that a line that is missed by less may be met on another. Between two parts the card's clock and
-power are printed. Exits with 1 if anything is missed.
+those of ``gpu.py``, each beside what issues 21 and 25 ask; cards of one kind differ by 5% and more,
+so that a line that is missed by less may be met on another. What this card copies and multiplies is
+printed first, by which it can be told from others, and its clock and power between two parts. Exits
+with 1 if anything is missed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 
 from benchmarks.decode import CLOCK_AND_POWER
 from benchmarks.gpu import build, release, runner
+from benchmarks.untuned import ceilings
 from benchmarks.workloads import SHAPES
 from engine_core.bench.workloads import MIX, measure
 
@@ -124,6 +126,8 @@ def main() -> int:
         if name not in PARTS:
             parser.error(f"{name!r} is no part; there are {', '.join(PARTS)}")
     print(torch.cuda.get_device_name(), torch.__version__, clock())
+    copied, multiplied = ceilings()
+    print(f"copies {copied / 1e12:.2f} TB/s, multiplies {multiplied / 1e12:.0f} TFLOP/s; {clock()}")
     with tempfile.TemporaryDirectory() as folder:
         missed = sum(run_part(name, PARTS[name], Path(folder, name)) for name in names)
     print(f"{missed} missed")
