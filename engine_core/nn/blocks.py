@@ -506,9 +506,8 @@ class DecoderLayer(Module):
             project = attention.ends()[2]
             if not _ever_fuses(project, chain, gpu):
                 chain = None
-            attend = attention.attend.attend
-            told = "chained" in inspect.signature(attend).parameters
-            self._tells = chain_bits(project) if told else 0
+            told = inspect.signature(attention.attend.attend).parameters
+            self._tells = chain_bits(project) if chain is not None and "chained" in told else 0
         self.chained = chain
         return self._joints
 

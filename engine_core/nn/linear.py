@@ -369,7 +369,9 @@ def _chain_form(layer: Linear) -> ChainForm | None:
 
 def chain_bits(layer: Linear) -> int:
     """Bits of the codes of a linear's weight in a chain; 0 if it has no form of one."""
-    form = _chain_form(layer)
+    # Another's method may have no weight.
+    held = layer.packed is not None or getattr(layer, "weight", None) is not None
+    form = _chain_form(layer) if held else None
     return 0 if form is None else form.bits
 
 

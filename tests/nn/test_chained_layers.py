@@ -494,6 +494,23 @@ def test_4_bits_are_chained_where_all_linears_have_one_form(
         assert made[0]._tells == 4
 
 
+class Taking(LinearMethod):
+    """Another's method, which does all that may follow."""
+
+    def declined(self, layer: Linear, epilogue: Epilogue, call: Call) -> str | None:
+        return None
+
+
+def test_attention_is_not_told_of_a_chain_without_a_weight_of_ours() -> None:
+    first = wide_layers()[0]
+    project = first.self_attn.o_proj
+    project.method = Taking()
+    del project.weight
+    first.join(GPU.of_capability((9, 0)), settled=True)
+    assert first.chained is not None
+    assert first._tells == 0
+
+
 def wide_layers(methods: Sequence[LinearMethod] = (Fp8LinearMethod(),)) -> list[DecoderLayer]:
     """Two layers on meta of a size that the kernel takes; their linears have methods in turn."""
     with building(BuildContext(dtype=torch.bfloat16, device=torch.device("meta"))):
