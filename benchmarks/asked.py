@@ -3,10 +3,10 @@
     python benchmarks/asked.py [fp8] [cache] [int4] [gguf] [small] [plain]
 
 Without names all parts run, some six minutes on an H200 from an empty kernel cache. The figures are
-those of ``gpu.py``, each beside what issues 21 and 25 ask; cards of one kind differ by 5% and more,
-so that a line that is missed by less may be met on another. What this card copies and multiplies is
-printed first, by which it can be told from others, and its clock and power between two parts. Exits
-with 1 if anything is missed.
+those of ``gpu.py``, each beside what issues 21 and 25 ask. Cards of one kind differ, by 5% and more
+where power bounds them, so that what one misses another may meet. What this card copies and
+multiplies is printed first, and its clock and power after each part. Exits with 1 if anything is
+missed.
 """
 
 from __future__ import annotations

@@ -130,7 +130,8 @@ def tile_of(
 
     That many of a multiprocessor. A warp with tiles of 32 tokens, which exchanges nothing with
     others, is best or near it nearly everywhere if rows are split as a plan has it. Wide heads, and
-    more than 16 of them in a program, ``block_g``, take more, for their registers.
+    more than 16 of them in a program, ``block_g``, take more, for their registers. Over codes heads
+    of up to 64 take two, with 64 tokens.
     """
     # A fourth stage leaves room for 4 programs of 128 numbers, which are no more than with 3
     # before. Heads in two parts have room for more, and take up to 10% longer with it.
@@ -144,12 +145,13 @@ def tile_of(
         # More than have room at a time with 32 tokens; with 16 there is room for 5 of 256.
         return Tile(16, 2, 3)
     if dims > 128:
+        if number_bytes == 1 and sixteens == 1 and 0.3 < programs <= 3:
+            # With these more rows are best unsplit, or nearly so. 8 KV heads, 32 rows of 2000
+            # tokens 72 us and with 32 tokens a tile 86, of 4000 on average 139 and 169; but 24 rows
+            # of 1030 40 and 35.
+            return Tile(64, 4, 3)
         # Of codes four warps share a tile, but for many rows, whose programs are enough by
         # themselves: 16 query heads of 256, 8 KV heads, 64 rows of 1030 tokens 97.7 us and 71.2.
-        if number_bytes == 1 and sixteens == 1 and 0.3 < programs <= 3:
-            # Programs that fill the device without splits, or with few: 32 rows of 2000 tokens 72
-            # us and with 32 tokens 86, of 4000 on average 139 and 169.
-            return Tile(64, 4, 3)
         of_codes = 4 if programs <= 3 else 1
         return Tile(32, min(8, sixteens * (of_codes if number_bytes == 1 else 2)), 3)
     if number_bytes == 1 and dims <= 64 and block_g < 16:
@@ -280,8 +282,9 @@ def cut(
     # three for each if they have room. Where rows alone are more, all of those if heads are columns
     # over numbers, which took 1% longer for it; half if heads are rows, which took 9% longer, up to
     # 21%; two thirds over codes, which took 4% longer for all of those. Few rows have two thirds
-    # over codes of up to 64 dimensions, too: long ones took 8 to 11% longer with half. Of 128
-    # dimensions 16 rows of Llama 3 8B took 3.063 ms with half and 3.106.
+    # over codes of up to 64 dimensions, too: 24 of 128,000 tokens on average took 156 us, and with
+    # half 174. Not of 128 dimensions: a step of 16 rows of Llama 3 8B took 3.106 ms with two thirds
+    # and 3.063 with half.
     items = least_items(num_rows)
     three = min(held, 3 * multiprocessors / head_tiles)
     if num_rows * head_tiles <= multiprocessors:
@@ -411,9 +414,9 @@ def leaves_room(
 
     A chain of linears, if one follows, leaves shared memory for one program of a multiprocessor
     over codes of up to 128 dimensions. One of 4-bit codes takes less, and leaves it over 16 bits,
-    too. ms of a step of one row of that model, behind the products and at once: in 8-bit floats
-    with 1,030 tokens 2.434, 2.424, with 340 tokens 2.392, 2.363; in 4 bits with 1,030 tokens 1.780,
-    1.765, with 475 tokens 1.741, 1.717.
+    too, if heads have more than 64 dimensions; narrower ones were not measured. ms of a step of one
+    row of that model, behind the products and at once: in 8-bit floats with 1,030 tokens 2.434,
+    2.424, with 475 tokens 2.392, 2.363; in 4 bits 1.780, 1.765 and 1.741, 1.717.
 
     Args:
         programs: of unsplit rows.
