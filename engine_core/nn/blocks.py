@@ -354,7 +354,7 @@ class DecoderLayer(Module):
         self._joints: tuple[_Joint, _Joint | None] | None = None
         self.chained: Chained | None = None
         self.may_chain = True
-        # Whether the attention is told that a chain follows: a family's own need not know the word.
+        # Bits of the chain's codes, if the attention is told: a family's own may not know the word.
         self._tells = 0
 
     def forward(
@@ -506,8 +506,8 @@ class DecoderLayer(Module):
             project = attention.ends()[2]
             if not _ever_fuses(project, chain, gpu):
                 chain = None
-            told = inspect.signature(attention.attend.attend).parameters
-            self._tells = chain_bits(project) if chain is not None and "chained" in told else 0
+            words = inspect.signature(attention.attend.attend).parameters
+            self._tells = chain_bits(project) if chain is not None and "chained" in words else 0
         self.chained = chain
         return self._joints
 

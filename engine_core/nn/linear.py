@@ -362,16 +362,16 @@ def _declined_chain(layer: Linear, chain: Chained, call: Call) -> str | None:
 
 def _chain_form(layer: Linear) -> ChainForm | None:
     """That of a weight which is packed, or will be; one that was loaded may have stayed plain."""
-    if layer.packed is None and not layer.weight.is_meta:
+    # Asked first: where a method has no form there may be no weight.
+    form = layer.method.chain_form(layer)
+    if form is not None and layer.packed is None and not layer.weight.is_meta:
         return None
-    return layer.method.chain_form(layer)
+    return form
 
 
 def chain_bits(layer: Linear) -> int:
     """Bits of the codes of a linear's weight in a chain; 0 if it has no form of one."""
-    # Another's method may have no weight.
-    held = layer.packed is not None or getattr(layer, "weight", None) is not None
-    form = _chain_form(layer) if held else None
+    form = _chain_form(layer)
     return 0 if form is None else form.bits
 
 
