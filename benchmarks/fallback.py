@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from benchmarks.decode import CLOCK_AND_POWER
 from benchmarks.workloads import SHAPES, write_config
 from engine_core import LLM, EngineConfig, SamplingParams, own_process
 
-CLOCK = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader"]
 SHORT, LONG, PROMPT = 33, 161, 64
 
 
@@ -57,7 +57,8 @@ def steps(model: Path, implementation: str, batches: list[int], rounds: int) -> 
                 (seconds(llm, rows, LONG) - seconds(llm, rows, SHORT)) * 1e3 / (LONG - SHORT)
                 for _ in range(rounds)
             )
-            clock = subprocess.run(CLOCK, capture_output=True, text=True).stdout.strip()
+            reading = subprocess.run(CLOCK_AND_POWER, capture_output=True, text=True)
+            clock = reading.stdout.strip()
             print(f"{implementation}: {rows:4} rows {result[rows]:7.3f} ms ({clock})", flush=True)
     return result
 
