@@ -18,11 +18,11 @@ class BlockPool:
     is used from its front: the least recently freed block first. A block that was given a key by
     ``register`` is found by it, free or not, until ``allocate`` hands it to a new owner.
 
-    There are two free lists. Blocks that were never used and those that a window has passed are
-    used before the others: a hit at the end of a sequence, by far the most likely, needs none.
-    Nor does one need blocks without a key. These come first of all, the last freed before the rest:
-    memory that was just written is in a processor's caches, and the first touch of a page of the
-    system's takes long. Where nothing has a key the cache so takes no more memory than it needs.
+    There are two free lists of blocks with a key. Those that a window has passed are used before
+    the others: a hit at the end of a sequence, by far the most likely, needs none. No hit needs
+    blocks without a key. These come first of all, the last freed before the rest: memory that was
+    just written is in a processor's caches, and the first touch of a page of the system's takes
+    long. Where nothing has a key the cache so takes no more memory than it needs.
 
     Every operation takes constant time per block. The null block 0 is never handed out.
 
@@ -37,15 +37,17 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._keys: list[Hashable | None] = [None] * num_blocks
         self._index: dict[Hashable, int] = {}
+        # Free blocks without a key, the last one is used first.
+        self._blank = list(range(num_blocks - 1, 0, -1))
         # An OrderedDict is a linked list in C: a plain dict is slow to find its first item after
         # many removals at the front.
-        self._spare: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._passed: OrderedDict[int, None] = OrderedDict()
         self._free: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
         """Blocks that ``allocate`` can hand out now; keyed ones are among them."""
-        return len(self._free) + len(self._spare)
+        return len(self._blank) + len(self._passed) + len(self._free)
 
     @property
     def num_used(self) -> int:
@@ -55,22 +57,29 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """``count`` blocks, each with one reference and no key."""
         assert count <= self.num_free, f"asked for {count} blocks, {self.num_free} are free"
-        refs, keys, spare, free = self._refs, self._keys, self._spare, self._free
-        num_spare = min(count, len(spare))
-        blocks = [*islice(spare, num_spare), *islice(free, count - num_spare)]
-        for place, block in enumerate(blocks):
-            del (spare if place < num_spare else free)[block]
-            key = keys[block]
-            if key is not None:
-                del self._index[key]
+        blank, refs = self._blank, self._refs
+        left = max(0, len(blank) - count)
+        blocks = blank[left:]
+        blocks.reverse()
+        del blank[left:]
+        count -= len(blocks)
+        if count:
+            passed, free, keys = self._passed, self._free, self._keys
+            num_passed = min(count, len(passed))
+            keyed = [*islice(passed, num_passed), *islice(free, count - num_passed)]
+            for place, block in enumerate(keyed):
+                del (passed if place < num_passed else free)[block]
+                del self._index[keys[block]]
                 keys[block] = None
+            blocks += keyed
+        for block in blocks:
             refs[block] = 1
         return blocks
 
     def acquire(self, block: int) -> None:
         """One more reference to a block that ``find`` gave."""
         if self._refs[block] == 0:
-            del (self._spare if block in self._spare else self._free)[block]
+            del (self._passed if block in self._passed else self._free)[block]
         self._refs[block] += 1
 
     def release(self, blocks: Iterable[int], *, passed: bool = False) -> None:
@@ -78,18 +87,18 @@ class BlockPool:
 
         ``passed`` says that a window has passed them.
         """
-        refs, keys, spare = self._refs, self._keys, self._spare
-        free = spare if passed else self._free
+        refs, keys, blank = self._refs, self._keys, self._blank
+        free = self._passed if passed else self._free
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
-            assert refs[block] > 0, f"block {block} is released but nobody holds it"
-            refs[block] -= 1
-            if refs[block] > 0:
+            left = refs[block] - 1
+            assert left >= 0, f"block {block} is released but nobody holds it"
+            refs[block] = left
+            if left:
                 continue
             if keys[block] is None:
-                spare[block] = None
-                spare.move_to_end(block, last=False)
+                blank.append(block)
             else:
                 free[block] = None
 
@@ -120,7 +129,8 @@ class BlockPool:
             AssertionError: one is broken; the message gives the numbers.
         """
         assert self._refs[NULL_BLOCK] == 0, f"null block has {self._refs[NULL_BLOCK]} references"
-        free = [*self._spare, *self._free]
+        assert not any(self._keys[block] is not None for block in self._blank), "blank with a key"
+        free = [*self._blank, *self._passed, *self._free]
         assert NULL_BLOCK not in free, "null block is in the free list"
         held = sum(1 for count in self._refs if count > 0)
         assert min(self._refs) >= 0, f"reference count {min(self._refs)} below zero"

@@ -350,7 +350,16 @@ def keep_keys_of_reused_blocks(patch: pytest.MonkeyPatch) -> None:
         self._index.update(index)
         return blocks
 
+    acquire = BlockPool.acquire
+
+    def acquire_blank(self: BlockPool, block: int) -> None:
+        if block in self._blank:
+            self._blank.remove(block)
+            self._free[block] = None
+        acquire(self, block)
+
     patch.setattr(BlockPool, "allocate", mutant)
+    patch.setattr(BlockPool, "acquire", acquire_blank)
     patch.setattr(BlockPool, "check", lambda self: None)
 
 
