@@ -38,6 +38,7 @@ class NewSequence(NamedTuple):
         priority: lower runs first; sequences of equal priority run in the order of their arrival.
         number: by which its frontend knows it, in [0, 2**40); none is used twice.
         pooling: what vector or score it gives in place of tokens; None for tokens.
+        patient: whether nobody sees its tokens before its end.
     """
 
     sequence_id: str
@@ -47,6 +48,7 @@ class NewSequence(NamedTuple):
     priority: int = 0
     number: int = 0
     pooling: PoolingParams | None = None
+    patient: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,6 +151,7 @@ class EngineCore:
             priority=new.priority,
             number=new.number,
             pooling=new.pooling,
+            patient=new.patient,
         )
         if new.sampling.guided is not None:
             check_sequence(sequence, self._scheduler_config)

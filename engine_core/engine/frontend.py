@@ -645,7 +645,10 @@ class Frontend:
             own = params.model_copy(update={"n": 1, "seed": _seed_of(seed, index)})
             child = base if params.n == 1 else f"{base}#{index}"
             number = next(self._numbers)
-            sequences.append(NewSequence(child, processed, own, arrived, priority, number))
+            patient = not streaming
+            sequences.append(
+                NewSequence(child, processed, own, arrived, priority, number, patient=patient)
+            )
             stream = None
             if self._tokenizer is not None:
                 stream = TextStream(self._tokenizer, own, prompt.token_ids)

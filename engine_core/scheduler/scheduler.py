@@ -236,6 +236,12 @@ class Scheduler:
     cache, or its blocks are copied to host memory and back if ``config.num_swap_blocks`` has room
     for them. Either way it keeps its tokens, and gets those that its steps in flight bring.
 
+    Who is patient, that is whose tokens nobody sees before its end, does not begin to decode while
+    prompts fill steps. Such a step is bound by products, of which a decoding row pays its part; a
+    decode step waits for memory, and a row more costs its cache alone. So of prompts that come at
+    once all decode together, and no few of them alone at the end. Who has begun goes on: where
+    prompts come as others end, its tokens would cost steps of their own.
+
     Lifetime: the row and the blocks of a sequence that finished or was preempted may still be
     written by steps in flight. They are given back after the last submitted step that names the
     sequence has been updated. With a sliding window, blocks are given back earlier, once no query
@@ -317,6 +323,8 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._free_rows = list(range(config.max_num_seqs))  # a heap: low rows are used first
         self._in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
+        # Blocks of running sequences that no plan has told of, by sequence id and group.
+        self._untold: dict[str, list[list[int]]] = {}
         self._deferred: dict[int, list[_Holding]] = {}
         self._lockstep = Lockstep(config.max_num_seqs)
         # Whether the last plan was made with more than one token left of some sequence.
@@ -414,8 +422,38 @@ class Scheduler:
         if not self._has_rows(draft):
             self._take_back(draft)
             return None
+        if draft.chunks and draft.budget == 0:
+            self._hold_back(draft)
+        if self._untold:
+            self._tell(draft)
         repeat = self._allocate_ahead(draft)
         return self._submit(draft, repeat)
+
+    def _hold_back(self, draft: _Draft) -> None:
+        """Leave it to a later step than this full one to begin to decode, for those with patience.
+
+        Most of this one's tokens must be of prompts that go on to decode: others end at once, and
+        could fill steps for ever. What is urgent waits for nothing that is not.
+        """
+        going_on = sum(
+            count for sequence, count in draft.chunks if sequence.limit > sequence.prompt_len + 1
+        )
+        if 2 * going_on < draft.tokens:
+            return
+        last = max(sequence.priority for sequence, _ in draft.chunks)
+        singles, draft.singles = draft.singles, []
+        for sequence in singles:
+            begins = sequence.num_scheduled == sequence.prompt_len
+            if not (begins and sequence.patient and sequence.priority >= last):
+                draft.singles.append(sequence)
+            elif sequence.sequence_id in draft.new_blocks:
+                self._untold[sequence.sequence_id] = draft.new_blocks.pop(sequence.sequence_id)
+
+    def _tell(self, draft: _Draft) -> None:
+        """Have the plan tell of the blocks that its sequences got while they were held back."""
+        for sequence in draft.singles:
+            if sequence.sequence_id in self._untold:
+                draft.new_blocks[sequence.sequence_id] = self._untold.pop(sequence.sequence_id)
 
     def _has_rows(self, draft: _Draft) -> bool:
         lockstep = self._lockstep
@@ -542,6 +580,11 @@ class Scheduler:
             assert capacity == sequence.capacity, (
                 f"{sequence}: blocks for {capacity} tokens, capacity {sequence.capacity}"
             )
+        for sequence_id, untold in self._untold.items():
+            sequence = self._sequences[sequence_id]
+            assert sequence.row is not None, f"{sequence} has no row, and blocks {untold}"
+            for table, last in zip(sequence.block_tables, untold, strict=True):
+                assert table[len(table) - len(last) :] == last, f"{sequence}: {last} of {table}"
         newest: dict[int, int] = {}
         for sequence in self._running:
             newest[sequence.priority] = sequence.order
@@ -1582,6 +1625,7 @@ class Scheduler:
         """Give row and blocks back, now or after the last step in flight that names them."""
         if sequence.row is None:
             return
+        self._untold.pop(sequence.sequence_id, None)
         holding = _Holding(sequence.row, sequence.block_tables)
         sequence.row = None
         sequence.block_tables = []

@@ -39,6 +39,8 @@ class Sequence:
         priority: lower runs first; sequences of equal priority run in order of arrival.
         number: by which its frontend knows it.
         pooling: what it gives in place of tokens; it ends with its prompt then.
+        patient: whether nobody sees its tokens before its end, so that it may begin to decode when
+            others do.
 
     Raises:
         RequestError: a token is no integer, or does not fit 64 bits.
@@ -90,6 +92,7 @@ class Sequence:
         "num_swapped",
         "number",
         "order",
+        "patient",
         "pooling",
         "priority",
         "prompt",
@@ -120,12 +123,14 @@ class Sequence:
         priority: int = 0,
         number: int = 0,
         pooling: PoolingParams | None = None,
+        patient: bool = False,
     ) -> None:
         self.sequence_id = sequence_id
         self.number = number
         self.prompt = prompt
         self.sampling = sampling
         self.pooling = pooling
+        self.patient = patient
         self.eos_token_ids = () if sampling.ignore_eos else tuple(eos_token_ids)
         self.arrival_time = arrival_time
         self.max_model_len = max_model_len

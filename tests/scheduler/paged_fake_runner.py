@@ -421,6 +421,7 @@ class Job:
     cut_at: int | None = None
     fail_at: int | None = None
     priority: int = 0
+    patient: bool = False
 
 
 @dataclass
@@ -480,6 +481,7 @@ class Workload:
                 arrival_time=float(job.arrival),
                 max_model_len=max_model_len,
                 priority=job.priority,
+                patient=job.patient,
             )
             self.outcomes.append(Outcome(request))
             if job.fail_at is not None:
@@ -493,7 +495,7 @@ class Workload:
         while turn <= last_arrival or self.scheduler.has_unfinished() or self.runner.flight:
             self.checked = self.checks[turn % len(self.checks)]
             self._events(turn)
-            budgets = self.budgets[turn % len(self.budgets)]
+            self.budget = budgets = self.budgets[turn % len(self.budgets)]
             self.scheduler.prompt_budget = budgets and (
                 lambda rows, tokens, cached, of=budgets: of[tokens > 2 * of[0]]
             )
@@ -534,6 +536,7 @@ class Workload:
     def _check_first(self, plan: StepPlan | None) -> None:
         """The first of the unfinished requests goes on, if nothing in flight is waited for.
 
+        With patience it begins to decode when prompts no longer fill the steps.
         Only for the room of its items does it wait, as long as others hold theirs: of them and of
         those before them somebody goes on.
         """
@@ -546,6 +549,11 @@ class Workload:
             return
         unfinished.sort(key=lambda request: (request.priority, request.order))
         first = unfinished[0]
+        begins = first.num_scheduled == first.prompt_len and first.finish_reason is None
+        if first.patient and begins and plan is not None:
+            least = min((self.scheduler.config.max_num_batched_tokens, *(self.budget or ())))
+            if sum(row.num_tokens for row in plan.rows) >= least:
+                return
         until = 1
         if any(item.span[1] > first.num_computed for item in first.prompt.media):
             holders = [place for place, request in enumerate(unfinished) if request in self.held]

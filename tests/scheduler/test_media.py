@@ -21,9 +21,11 @@ def picture(start: int, end: int, digest: bytes = b"p") -> MediaItem:
     return MediaItem("image", digest + bytes([end - start]), (start, end))
 
 
-def job(length: int, *media: MediaItem, salts: tuple[str, ...] = (), **more: int) -> Job:
+def job(
+    length: int, *media: MediaItem, salts: tuple[str, ...] = (), arrival: int = 0, priority: int = 0
+) -> Job:
     prompt = ProcessedPrompt((1,) * length, cache_salts=salts, media=media)
-    return Job(prompt, SamplingParams(max_tokens=2, ignore_eos=True), **more)
+    return Job(prompt, SamplingParams(max_tokens=2, ignore_eos=True), arrival, priority=priority)
 
 
 def workload(*jobs: Job, room: int = 16, step: int = 8, blocks: int = 40) -> Workload:

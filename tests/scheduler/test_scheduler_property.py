@@ -88,6 +88,7 @@ def jobs(
         cut_at=cut_at,
         fail_at=draw(st.none() | st.none() | st.none() | st.integers(0, config.max_model_len)),
         priority=draw(st.sampled_from(priorities)),
+        patient=draw(st.booleans()),
     )
 
 
