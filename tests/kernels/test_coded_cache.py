@@ -315,6 +315,25 @@ def test_attention_kernel(
     assert error(call.out, expect(plain, **options)) < limit
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a device of another size is interpreted")
+@pytest.mark.parametrize("longest", [40, 700])
+def test_programs_are_shared_out_evenly(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of narrow heads come to all multiprocessors alike, with splits last."""
+    from engine_core.kernels.attention import triton
+
+    monkeypatch.setattr(triton, "num_multiprocessors", lambda _: 20)
+    rows = [(1, length) for length in (33, 1, longest, 0, 64, 65, 40, 3, 90, 17, 28, 5, 70)]
+    made = make_paged(rows, heads=6, kv_heads=3, head_dim=64, dtype=torch.bfloat16)
+    paged, plain = coded(made, torch.int8)
+    memo: dict[Any, Any] = {}
+    call = call_of(paged, max_kv_len=4096)
+    triton.paged_attention(replace(call, memo=memo))
+    (((_, _, cut), items),) = memo.items()
+    assert (cut.even, cut.last_from, cut.shared) == (True, 5, 0)
+    assert bool((items[items[:, 0] >= 0][:, 4] > 1).any()) == (longest > 40)
+    assert error(call.out, expect(plain)) < TOLERANCE[torch.bfloat16]
+
+
 @pytest.mark.parametrize("widths", [(1, 0), (0, 1), (0, 0)])
 def test_queries_that_lie_at_odd_numbers(widths: tuple[int, int], launch_device: str) -> None:
     """Two of them are no word of 32 bits there: with odd strides, and where the first is one."""

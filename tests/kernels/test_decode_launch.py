@@ -106,7 +106,10 @@ def test_rows_have_room_for_splits(size: int, shape: tuple[int, int, int]) -> No
         begins = start(rows, *shape, size)
         if begins == decode.Start.AT_ONCE and rows > 1:
             items = min(items, max(rows, 3 * H200 // head_tiles))
-        late = begins == decode.Start.MULTIPLIED and size > 1
+        late = begins == decode.Start.MULTIPLIED
+        if size == 1:
+            late = shape[2] <= 64 and programs > 0.9 * H200
+            held = resident(cut._replace(shared=0), shape[2], size) if late else held
         assert cut.even == (late and few * head_tiles <= held * H200)
         if cut.even:
             # What all multiprocessors have alike, as far as they have room.
