@@ -231,9 +231,12 @@ class ProcessExecutor(RanksExecutor):
             return None
         told = {failure.rank for failure in failures}
         others = [(rank, each) for rank, each in enumerate(self._processes) if rank not in told]
-        # Its connections are closed shortly before it is known to have ended.
-        multiprocessing.connection.wait([each.sentinel for _, each in others], _DEATH_SECONDS)
+        # Its connections and its sentinel are closed shortly before it is known to have ended.
+        sentinels = [each.sentinel for _, each in others]
+        closed = multiprocessing.connection.wait(sentinels, _DEATH_SECONDS)
         for rank, process in others:
+            if process.sentinel in closed:
+                process.join()
             # One that aborts may itself have lost a neighbour.
             if (process.exitcode or 0) < 0 and process.exitcode != -signal.SIGABRT:
                 return _ended(rank, process)
