@@ -236,7 +236,7 @@ class ProcessExecutor(RanksExecutor):
         closed = multiprocessing.connection.wait(sentinels, _DEATH_SECONDS)
         for rank, process in others:
             if process.sentinel in closed:
-                process.join()
+                process.join(_DEATH_SECONDS)
             # One that aborts may itself have lost a neighbour.
             if (process.exitcode or 0) < 0 and process.exitcode != -signal.SIGABRT:
                 return _ended(rank, process)
