@@ -38,7 +38,7 @@ class NewSequence(NamedTuple):
         priority: lower runs first; sequences of equal priority run in the order of their arrival.
         number: by which its frontend knows it, in [0, 2**40); none is used twice.
         pooling: what vector or score it gives in place of tokens; None for tokens.
-        patient: whether nobody sees its tokens before its end.
+        patient: whether it may begin to decode with others that came with it.
     """
 
     sequence_id: str

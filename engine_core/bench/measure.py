@@ -228,10 +228,13 @@ def _run(
     # When each request's last token came, and how many it had then.
     seen: dict[str, tuple[float, int]] = {}
     start = time.perf_counter()
+    # As ``LLM.generate`` has it.
+    patient = not streaming and len(prompts) <= engine.core.scheduler.config.max_num_seqs
     try:
         for prompt, length in zip(prompts, lengths, strict=True):
             params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
-            seen[engine.add_request(prompt, params, streaming=streaming)] = (start, 0)
+            request_id = engine.add_request(prompt, params, streaming=streaming, patient=patient)
+            seen[request_id] = (start, 0)
         while engine.has_unfinished:
             outputs = engine.step()
             now = time.perf_counter()

@@ -104,6 +104,7 @@ class Engine(HasFrontend):
         *,
         request_id: str | None = None,
         streaming: bool = True,
+        patient: bool = False,
         priority: int = 0,
     ) -> str:
         """Queue a request.
@@ -114,6 +115,9 @@ class Engine(HasFrontend):
             request_id: a name of the caller's choice.
             streaming: whether :meth:`step` returns an output for each new token, or only the
                 last one.
+            patient: whether it may wait, once it has its first token, until no step is full of
+                patient prompts any more, so that all begin to decode together. That spares time if
+                no more come at once than ``max_num_seqs``.
             priority: lower runs first; requests of equal priority run in the order of their
                 arrival.
 
@@ -135,6 +139,7 @@ class Engine(HasFrontend):
             params,
             request_id=request_id,
             streaming=streaming,
+            patient=patient,
             priority=priority,
         )
         return self._queue(state, sequences)

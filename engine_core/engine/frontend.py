@@ -598,6 +598,7 @@ class Frontend:
         *,
         request_id: str | None = None,
         streaming: bool = True,
+        patient: bool = False,
         priority: int = 0,
         unique_ids: bool = False,
         arrival_time: float | None = None,
@@ -610,6 +611,7 @@ class Frontend:
             params: as :meth:`resolve` returned them.
             request_id: a name of the caller's choice.
             streaming: whether there is an output for new tokens, not only at the end.
+            patient: whether it may begin to decode with others that came with it.
             priority: lower runs first.
             unique_ids: whether sequences get ids that are never used again, for a core that may
                 still send updates of a request that was dropped here.
@@ -645,7 +647,6 @@ class Frontend:
             own = params.model_copy(update={"n": 1, "seed": _seed_of(seed, index)})
             child = base if params.n == 1 else f"{base}#{index}"
             number = next(self._numbers)
-            patient = not streaming
             sequences.append(
                 NewSequence(child, processed, own, arrived, priority, number, patient=patient)
             )

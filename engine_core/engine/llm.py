@@ -455,11 +455,13 @@ class LLM:
         params: SamplingParams | None,
         *,
         streaming: bool,
+        patient: bool = False,
         priority: int = 0,
     ) -> str:
         with self._entered():
-            engine = self.engine
-            request_id = engine.add_request(prompt, params, streaming=streaming, priority=priority)
+            request_id = self.engine.add_request(
+                prompt, params, streaming=streaming, patient=patient, priority=priority
+            )
             self._inboxes[request_id] = deque()
         return request_id
 
@@ -470,12 +472,17 @@ class LLM:
         priorities: Sequence[int | None],
     ) -> Iterator[str]:
         """Queue prompt after prompt, each when it is asked for; gives their ids."""
+        # If all have a row at a time; else some begin as others end. What is of another type is
+        # refused in its turn.
+        count = sum(getattr(param, "n", 1) for param in params)
+        patient = count <= self.engine.core.scheduler.config.max_num_seqs
         for index, (param, priority) in enumerate(zip(params, priorities, strict=True)):
             try:
                 prompt = next(prompts)
                 request_id = self._add(
-                    prompt, param, streaming=False, priority=0 if priority is None else priority
-                )
+                    prompt, param, streaming=False, patient=patient,
+                    priority=0 if priority is None else priority,
+                )  # fmt: skip
             except RequestError as error:
                 raise RequestError(f"prompt {index}: {error}") from error
             yield request_id

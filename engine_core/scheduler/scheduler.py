@@ -236,11 +236,13 @@ class Scheduler:
     cache, or its blocks are copied to host memory and back if ``config.num_swap_blocks`` has room
     for them. Either way it keeps its tokens, and gets those that its steps in flight bring.
 
-    Who is patient, that is whose tokens nobody sees before its end, does not begin to decode while
-    prompts fill steps. Such a step is bound by products, of which a decoding row pays its part; a
-    decode step waits for memory, and a row more costs its cache alone. So of prompts that come at
-    once all decode together, and no few of them alone at the end. Who has begun goes on: where
-    prompts come as others end, its tokens would cost steps of their own.
+    The exception are patient sequences: prompts that came at once, no more than there are rows, and
+    whose tokens nobody sees before their end. They do not begin to decode while such prompts fill
+    steps. A step full of prompts is bound by products, and each decoding row adds its own; a decode
+    step waits for memory, and a row more adds its cache alone. So they all decode together, and the
+    last ones are not left to decode alone. Nobody waits longer than for the prompts of as many
+    sequences as there are rows. Who has begun goes on: where prompts come as others end, its tokens
+    would need steps of their own.
 
     Lifetime: the row and the blocks of a sequence that finished or was preempted may still be
     written by steps in flight. They are given back after the last submitted step that names the
@@ -430,21 +432,26 @@ class Scheduler:
         return self._submit(draft, repeat)
 
     def _hold_back(self, draft: _Draft) -> None:
-        """Leave it to a later step than this full one to begin to decode, for those with patience.
+        """Leave the first tokens after prompts to a later step than this full one.
 
-        Most of this one's tokens must be of prompts that go on to decode: others end at once, and
-        could fill steps for ever. What is urgent waits for nothing that is not.
+        Most of its tokens must be of patient prompts that go on to decode. What is urgent does not
+        wait for what is not, and nobody for those that came long after it.
         """
-        going_on = sum(
-            count for sequence, count in draft.chunks if sequence.limit > sequence.prompt_len + 1
-        )
-        if 2 * going_on < draft.tokens:
+        going_on = [
+            (sequence, count)
+            for sequence, count in draft.chunks
+            if sequence.patient and sequence.limit > sequence.prompt_len + 1
+        ]
+        if 2 * sum(count for _, count in going_on) <= draft.tokens:
             return
         last = max(sequence.priority for sequence, _ in draft.chunks)
+        first = max(sequence.order for sequence, _ in going_on) - self.config.max_num_seqs
         singles, draft.singles = draft.singles, []
         for sequence in singles:
-            begins = sequence.num_scheduled == sequence.prompt_len
-            if not (begins and sequence.patient and sequence.priority >= last):
+            # One that is computed again has begun before.
+            begins = sequence.num_scheduled == sequence.prompt_len == sequence.admitted_len
+            waits = sequence.patient and sequence.priority >= last and sequence.order > first
+            if not (begins and waits):
                 draft.singles.append(sequence)
             elif sequence.sequence_id in draft.new_blocks:
                 self._untold[sequence.sequence_id] = draft.new_blocks.pop(sequence.sequence_id)

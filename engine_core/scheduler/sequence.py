@@ -39,8 +39,8 @@ class Sequence:
         priority: lower runs first; sequences of equal priority run in order of arrival.
         number: by which its frontend knows it.
         pooling: what it gives in place of tokens; it ends with its prompt then.
-        patient: whether nobody sees its tokens before its end, so that it may begin to decode when
-            others do.
+        patient: whether nobody sees its tokens before its end, and it came with few enough others
+            for all to have a row, so that they may begin to decode together.
 
     Raises:
         RequestError: a token is no integer, or does not fit 64 bits.

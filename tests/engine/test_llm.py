@@ -832,3 +832,33 @@ def test_streams_that_are_collected_amid_a_step_end_after_it(llm: LLM) -> None:
 def test_a_top_k_that_no_tensor_holds() -> None:
     with pytest.raises(ConfigError, match=r"SamplingParams.top_k: .*less than 2147483648"):
         SamplingParams(top_k=10**400)
+
+
+def test_prompts_of_a_call_begin_to_decode_together_if_all_have_a_row(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a stream, and of more prompts than rows, do not wait; tokens are the same."""
+    executor = llm.engine.core.executor
+    submit, plans = executor.submit, []
+
+    def counted(plan: Any) -> Any:
+        plans.append([row.num_tokens for row in plan.rows])
+        return submit(plan)
+
+    monkeypatch.setattr(executor, "submit", counted)
+    config = llm.engine.core.scheduler.config
+    room = config.replace(max_num_batched_tokens=16, max_num_seqs=3)
+    monkeypatch.setattr(llm.engine.core.scheduler, "config", room)
+    given = [[*range(first, first + 16)] for first in (5, 25, 45)]
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    together = tokens(llm.generate(given, params))
+    assert plans == [[16], [16], [16], *[[1, 1, 1]] * 3]
+    plans.clear()
+    streams = [llm.stream(each, params) for each in given]
+    outputs = [[*stream][-1] for stream in streams]
+    assert plans[:3] == [[16], [1, 16], [1, 1, 16]]
+    assert tokens(outputs) == together
+    plans.clear()
+    two = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, n=2)
+    llm.generate(given[:2], two)
+    assert [1, 16] in plans

@@ -549,10 +549,13 @@ class Workload:
             return
         unfinished.sort(key=lambda request: (request.priority, request.order))
         first = unfinished[0]
-        begins = first.num_scheduled == first.prompt_len and first.finish_reason is None
+        begins = first.num_scheduled == first.prompt_len == first.admitted_len
         if first.patient and begins and plan is not None:
             least = min((self.scheduler.config.max_num_batched_tokens, *(self.budget or ())))
-            if sum(row.num_tokens for row in plan.rows) >= least:
+            patient = {each.sequence_id for each in unfinished if each.patient}
+            chunks = [row for row in plan.rows if row.num_tokens > 1]
+            tokens = sum(row.num_tokens for row in chunks if row.sequence_id in patient)
+            if sum(row.num_tokens for row in plan.rows) >= least and tokens > 0:
                 return
         until = 1
         if any(item.span[1] > first.num_computed for item in first.prompt.media):

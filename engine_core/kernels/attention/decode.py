@@ -367,7 +367,8 @@ def evenly(
     longer with no more splits than have room (Llama 3 8B, 64 rows, 4.397, 4.199). Codes of up to 64
     gain, with all the shared memory that there is: over int8 Llama 3.2 1B, 32 rows, takes 1.143 ms
     and even 1.117, of unequal lengths 1.174, 1.143; Qwen2 0.5B, 200 rows, 1.487, 1.473 and 1.539,
-    1.496. But for few rows, which have multiprocessors to themselves (0.5B, 16 rows, 0.655, 0.658).
+    1.496. Few rows lose by it, who have multiprocessors to themselves (0.5B, 16 rows, 0.655 and
+    0.658).
 
     Args:
         launch: as :func:`cut` has it.
