@@ -140,6 +140,14 @@ class LoadAccount:
         parts = self._sources[self._names[id(param)]]
         return {shard_id: frozenset(names) for shard_id, names in parts.items()}
 
+    def fills(self) -> Counter[str]:
+        """How many parameters of the model each tensor filled, or parts of them."""
+        return Counter(
+            name
+            for shards in self._sources.values()
+            for name in frozenset().union(*shards.values())
+        )
+
     def stored_dtype(self, param: nn.Parameter) -> torch.dtype | None:
         """The type of all that filled a parameter; None of several, or if it is not the model's."""
         dtypes = self._dtypes.get(self._names.get(id(param), ""), set())

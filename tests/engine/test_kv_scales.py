@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import packed_checkpoints
 import pytest
 import torch
 from golden_fixtures import GOLDEN, golden_prompts
@@ -116,12 +117,21 @@ def expected(name: str, cache: type[DynamicCache] = CalibratedCache) -> list[Ten
     return found
 
 
-def computed(folder: Path, name: str = NAME, **settings: Any) -> list[Tensor]:
+def computed(
+    folder: Path,
+    name: str = NAME,
+    *,
+    prompts: list[list[int]] | None = None,
+    vocab: int | None = None,
+    **settings: Any,
+) -> list[Tensor]:
     """The same of the engine, but for the last token."""
-    vocab = golden_prompts(name)[0].step_logits.shape[-1]
+    vocab = vocab or golden_prompts(name)[0].step_logits.shape[-1]
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=vocab)
-    prompts = [prompt.input_ids + prompt.new_tokens for prompt in golden_prompts(name)]
-    config = EngineConfig(skip_tokenizer_init=True, max_model_len=160, dtype="float32", **settings)
+    if prompts is None:
+        prompts = [prompt.input_ids + prompt.new_tokens for prompt in golden_prompts(name)]
+    settings = {"max_model_len": 160, "dtype": "float32", **settings}
+    config = EngineConfig(skip_tokenizer_init=True, **settings)
     with LLM(str(folder), config) as llm:
         outputs = llm.generate(prompts, params)
     found = []
@@ -150,6 +160,36 @@ def test_logits_are_those_of_a_cache_by_these_scales(name: str, tmp_path: Path) 
     # Scales of each token and head are another thing.
     other = computed(GOLDEN / name, name, kv_cache_dtype="fp8")
     assert distance(other, wanted) > distance(other, exact)
+
+
+@pytest.mark.parametrize(
+    "kind", ["awq", "gptq, act-order", "compressed", "compressed, 8 bits", "int8 and activations"]
+)
+def test_beside_weights_of_integers(kind: str, tmp_path: Path) -> None:
+    form = packed_checkpoints.FORMATS[kind]
+    made = packed_checkpoints.packed(packed_checkpoints.llama(), form, lambda name: "head" in name)
+    held, plain = (dict(tensors) for tensors in made)
+    for layer in range(2):
+        held |= own(f"model.layers.{layer}.self_attn", layer)
+    # Where the config says nothing of the cache, the option asks for it.
+    states = form.settings["quant_method"] == "compressed-tensors"
+    settings = form.settings | ({"kv_cache_scheme": SCHEME} if states else {})
+    folder = packed_checkpoints.write(tmp_path / "packed", held, settings)
+    source = packed_checkpoints.write(tmp_path / "plain", plain)
+    ids = [1, 5, 9, 80, 7, 7, 3, 44, 60, 12]
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    found = []
+    for cache in (CalibratedCache, DynamicCache):
+        with torch.inference_mode():
+            given = {cache_argument(model): cache(config=model.config)}
+            found.append([model(torch.tensor([ids]), **given).logits[0].log_softmax(-1)])
+    wanted, exact = found
+    asked: dict[str, Any] = {} if states else {"kv_cache_dtype": "fp8"}
+    config = EngineConfig(skip_tokenizer_init=True, max_model_len=64, **asked)
+    report = check_model(str(folder), config)
+    assert report.exit_code == 0, report.problems
+    got = computed(folder, prompts=[ids], vocab=wanted[0].shape[-1], max_model_len=64, **asked)
+    assert distance(got, wanted) < distance(got, exact) / 10
 
 
 @pytest.mark.parametrize("form", [of_projections, of_outputs])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import groupby
 from math import prod
@@ -321,7 +320,7 @@ class GGUFScheme(QuantizationScheme):
         """Keep the blocks of each matrix that is filled from whole tensors, each by itself."""
         assert checkpoint.gguf is not None, "check_checkpoint asks for a GGUF file"
         types = checkpoint.gguf.block_types
-        fills = Counter(name for param in model.parameters() for name in account.sources(param))
+        fills = account.fills()
         self._types: dict[int, dict[Hashable, str | None]] = {}
         names: dict[int, set[str]] = {}
         for module in model.modules():

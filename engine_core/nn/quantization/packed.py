@@ -297,7 +297,7 @@ class PackedScheme(QuantizationScheme):
         self._layouts = {}
         kept: set[str] = set()
         left: dict[str, str] = {}
-        fills = Counter(name for param in model.parameters() for name in account.sources(param))
+        fills = account.fills()
         for name, layer in model.named_modules():
             if not isinstance(layer, Linear):
                 continue
