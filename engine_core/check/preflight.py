@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import time
 from collections import Counter
@@ -71,6 +70,7 @@ from engine_core.nn.linear import Linear, UnquantizedLinearMethod
 from engine_core.nn.loading import LoadAccount
 from engine_core.nn.quantization import QuantizationScheme, ScaleKind, kv_scales
 from engine_core.nn.quantization.facts import facts_of
+from engine_core.nn.quantization.scale_values import WrongScale, wrong_scales
 from engine_core.registry import Registry, build_registry
 from engine_core.runtime import platform, rank_memory
 from engine_core.runtime.executor import (
@@ -399,6 +399,9 @@ class _Check:
             max_model_len = find_max_model_len(model_config, self.config, self.model)
         if self.network is None:
             return
+        if self.config.load_format == "dummy" and self.scheme is not None:
+            with self._collecting():
+                self.scheme.match_dummy()
         if checkpoint.has_weights:
             if model_config.pooling is not None:
                 with self._collecting():
@@ -446,28 +449,15 @@ class _Check:
         """Look at the numbers of scales, which are few beside the codes."""
         kinds: dict[str, ScaleKind] = {**scheme.scales(checkpoint.headers)}
         kinds |= dict.fromkeys(kv_scales.used(network), "divided")
-        found: dict[Severity, dict[str, float]] = {"error": {}, "warning": {}}
-        for name, tensor in checkpoint.weights() if kinds else ():
-            kind = kinds.get(name)
-            if kind is None or tensor.numel() == 0:
-                continue
-            # Of a tensor with a NaN both are.
-            low, high = (float(each) for each in tensor.aminmax())
-            if not math.isfinite(low) or not math.isfinite(high):
-                found["error"][name] = high if math.isfinite(low) else low
-            elif kind == "divided" and low <= 0:
-                found["error"][name] = low
-            elif kind == "multiplied" and low < 0:
-                # It is computed as it stands, but no tool writes that.
-                found["warning"][name] = low
-        for severity, values in found.items():
-            if values:
-                shown = [f"{name} has {value:.6g}" for name, value in values.items()]
-                more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
-                message = f"{len(shown)} tensors hold numbers that are no scales: " + ", ".join(
-                    shown[:4]
-                )
-                self._add("scales-wrong", severity, message + more, tuple(values))
+        found: dict[Severity, list[WrongScale]] = {"error": [], "warning": []}
+        for wrong in wrong_scales(kinds, checkpoint.weights()):
+            found["warning" if wrong.usable else "error"].append(wrong)
+        for severity, scales in found.items():
+            if scales:
+                more = f" and {len(scales) - 4} more" if len(scales) > 4 else ""
+                shown = ", ".join(map(str, scales[:4]))
+                message = f"{len(scales)} tensors hold numbers that are no scales: {shown}{more}"
+                self._add("scales-wrong", severity, message, tuple(each.name for each in scales))
 
     def _add_mismatch(self, error: WeightsMismatchError) -> None:
         stray = [name for name in error.unexpected if name.rpartition(".")[2] in _CODE_LEAVES]

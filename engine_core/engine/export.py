@@ -22,7 +22,11 @@ from engine_core.checkpoint.one_file import (
 )
 from engine_core.checkpoint.safetensors_file import SafetensorsWriter, tensor_bytes
 from engine_core.configs import EngineConfig
-from engine_core.errors import CheckpointError, OptionError, TokenizerError
+from engine_core.errors import (
+    CheckpointError,
+    OptionError,
+    TokenizerError,
+)
 from engine_core.kernels.linear.groups import MIDDLE, unpack_codes
 from engine_core.kernels.row_codes import reference_quantize_rows
 from engine_core.nn.embedding import VocabularySplit
@@ -33,9 +37,10 @@ from engine_core.nn.quantization.packed import (
     Integers,
     PackedCheckpoint,
 )
+from engine_core.nn.quantization.scale_values import refused, wrong_scales
 from engine_core.registry import build_registry
 from engine_core.runtime.loader import build_on_meta, check_weights, match_weights
-from engine_core.runtime.source import UNPACKED, ModelSource, open_model
+from engine_core.runtime.source import UNPACKED, ModelSource, check_unpacked, open_model
 from engine_core.runtime.task import without_head
 from engine_core.step_context import BuildContext
 
@@ -101,11 +106,18 @@ def export_model(
                           f"{', '.join(_GROUPS)}")  # fmt: skip
     registry = build_registry(config.custom_module_map, plugin_errors=config.plugin_errors)
     is_gguf = resolve_model(model, config.revision).suffix.lower() == ".gguf"
+    if config.quantization == UNPACKED:
+        check_unpacked(model, is_gguf=is_gguf)
     opened = config.replace(quantization=UNPACKED if is_gguf else None, device="cpu")
     source = open_model(model, opened, registry, convert=False)
     checkpoint = source.checkpoint
     if not checkpoint.has_weights:
         raise OptionError("load_format 'dummy' has no weights to export; leave it out")
+    if source.scheme is not None:
+        kinds = source.scheme.scales(checkpoint.headers)
+        for wrong in wrong_scales(kinds, checkpoint.weights()):
+            if not wrong.usable:
+                raise refused(wrong)
     hf_config = checkpoint.hf_config.to_dict()
     plan = _Plan({})
     if wanted is not None:

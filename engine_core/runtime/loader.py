@@ -17,14 +17,17 @@ from engine_core.errors import CheckpointError, ConfigError, EngineError, Option
 from engine_core.nn.attention import Attention
 from engine_core.nn.blocks import agree
 from engine_core.nn.distributed import IndivisibleError
-from engine_core.nn.loading import LoadAccount, load_account, materialize
+from engine_core.nn.loading import LoadAccount, Weights, load_account, materialize
 from engine_core.nn.quantization import QuantizationScheme, kv_scales
 from engine_core.nn.quantization.packed import PackedCheckpoint
+from engine_core.nn.quantization.scale_values import check_finite
 from engine_core.plugin_code import described, failed_at, is_own, package_of, silent
 from engine_core.runtime.first_pass import refuse
 from engine_core.runtime.packing import Packer
 from engine_core.runtime.weight_reader import AHEAD_BYTES, read_weights
 from engine_core.step_context import BuildContext, StepContextManager, building
+
+_SCALE_LEAVES = {"weight_scale", "weight_scale_inv", "input_scale"}
 
 
 class WeightSource(Protocol):
@@ -213,7 +216,7 @@ def load_weights(
     materialize(model, device)
     packer = Packer(model) if pack else None
     with load_account(model) as account, _opened(source, device, tp_size) as tensors:
-        weights = account.watch(tensors)
+        weights = account.watch(_with_finite_scales(tensors))
         if packer is not None:
             weights = packer.watch(account, weights)
         _fill(model, weights, account, where)
@@ -224,6 +227,18 @@ def load_weights(
     _give_back(device)
     agree(model, device)
     return 0.0 if packer is None else packer.seconds
+
+
+def _with_finite_scales(weights: Weights) -> Weights:
+    """Pass tensors on.
+
+    Raises:
+        ConfigError: one holds scales of codes, and some is NaN or infinite.
+    """
+    for name, tensor in weights:
+        if name.rpartition(".")[2] in _SCALE_LEAVES:
+            check_finite(name, tensor)
+        yield name, tensor
 
 
 def _give_back(device: torch.device) -> None:

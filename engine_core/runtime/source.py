@@ -271,10 +271,25 @@ def open_files(
     except UnknownArchitectureError as error:
         advice = registry.gguf_advice(read_architecture(path))
         raise UnknownArchitectureError(f"{error}. {advice}") from error
+    if config.quantization == UNPACKED:
+        check_unpacked(model, is_gguf=path.suffix.lower() == ".gguf")
     if scheme is not None:
         scheme.check_checkpoint(checkpoint, model)
     as_decoder(checkpoint, config, registry)
     return checkpoint
+
+
+def check_unpacked(model: str, *, is_gguf: bool) -> None:
+    """Refuse to unpack what is no GGUF file.
+
+    Raises:
+        OptionError: says so.
+    """
+    if not is_gguf:
+        raise OptionError(
+            f"quantization {UNPACKED!r} turns the blocks of a GGUF file into numbers, and {model} "
+            "is no GGUF file; leave it out"
+        )
 
 
 def keeps_blocks(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> bool:

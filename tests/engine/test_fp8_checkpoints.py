@@ -17,7 +17,7 @@ from torch import Tensor
 from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.check import check_model
 from engine_core.checkpoint import open_checkpoint
-from engine_core.errors import EngineError, OptionError
+from engine_core.errors import ConfigError, EngineError, OptionError
 from engine_core.nn.linear import Linear
 from engine_core.nn.quantization import QuantizationScheme
 from engine_core.nn.quantization.fp8_checkpoint import Fp8Method, Fp8PartsMethod
@@ -282,6 +282,8 @@ def test_scales_that_are_none_are_named(tmp_path: Path, kind: str) -> None:
 
     for value in (torch.nan, torch.inf):
         assert said(made.leaf, value) == {("error", (GATE + made.leaf,))}
+        with pytest.raises(ConfigError, match=f"{GATE}{made.leaf} has {value}, which is no scale"):
+            LLM(str(made.quantised), EngineConfig(**BASE))
     assert said(made.leaf, -1.0) == {("warning", (GATE + made.leaf,))}
     assert said(made.leaf, 1.0) == set()
     if kind == "static":

@@ -18,7 +18,8 @@ from torch import Tensor
 from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.check import check_model
 from engine_core.checkpoint import open_checkpoint
-from engine_core.errors import EngineError, OptionError
+from engine_core.engine.export import export_model
+from engine_core.errors import ConfigError, EngineError, OptionError
 from engine_core.kernels import GroupWeight
 from engine_core.nn.linear import Linear
 from engine_core.nn.quantization import Int4Matrix, Int8Matrix
@@ -376,6 +377,11 @@ BROKEN: Mapping[str, tuple[str, Callable[[Made], None], str]] = {
     "another strategy": ("compressed", weights(strategy="block"), "strategy is 'block', not"),
     "static activations": ("int8 and activations", inputs(dynamic=False), "dynamic is False, not"),
     "4-bit activations": ("int8 and activations", inputs(num_bits=4), "num_bits is 4, not 8"),
+    "a weight too": (
+        "awq",
+        lambda it: made.change(it.packed, lambda t: t.update({f"{PLACE}weight": torch.zeros(3)})),
+        f"{PLACE.rstrip('.')} has a weight beside its qweight, and nothing says which counts",
+    ),
     "no codes": ("gptq", plain_tensors, "no tensor of the checkpoint is a qweight"),
     "a group without weights": (
         "compressed",
@@ -425,6 +431,12 @@ def test_scales_that_are_none_are_named(tmp_path: Path, kind: str, leaf: str) ->
         assert problem.code == "scales-wrong"
         assert problem.names == (PLACE + leaf,)
         assert problem.message.endswith(f"no scales: {PLACE}{leaf} has {shown}")
+        with pytest.raises(ConfigError, match=f"gate_proj.*scales? has {shown}, which is no scale"):
+            LLM(str(it.packed), EngineConfig(**BASE))
+        out = tmp_path / "out.safetensors"
+        with pytest.raises(ConfigError, match=f"{PLACE}{leaf} has {shown}, which is no scale"):
+            export_model(str(it.packed), out)
+        assert not out.exists()
     put(leaf, first(-0.5))(it)
     report = check_model(it.packed, EngineConfig(**BASE))
     assert not report.errors
@@ -473,5 +485,18 @@ def test_options_that_do_not_fit(tmp_path: Path) -> None:
         LLM(str(it.packed), EngineConfig(quantization="int4", **BASE))
     with pytest.raises(OptionError, match="or take 'int4', which quantises any"):
         LLM(str(it.plain), EngineConfig(quantization="awq", **BASE))
+    for folder in (it.plain, it.packed):
+        given = EngineConfig(quantization="unpacked", **BASE)
+        [problem] = check_model(folder, given).errors
+        assert f"and {folder} is no GGUF file; leave it out" in problem.message
+        with pytest.raises(OptionError, match="is no GGUF file"):
+            LLM(str(folder), given)
+        with pytest.raises(OptionError, match="is no GGUF file"):
+            export_model(str(folder), tmp_path / "out.safetensors", given)
+    dummy = EngineConfig(load_format="dummy", **BASE)
+    [problem] = check_model(it.packed, dummy).errors
+    assert "load_format 'dummy' has no tensors that say which layers" in problem.message
+    with pytest.raises(OptionError, match="load_format 'dummy' has no tensors"):
+        LLM(str(it.packed), dummy)
     with pytest.raises(OptionError, match="load_format 'dummy' has no tensors"):
         LLM(str(it.packed), EngineConfig(load_format="dummy", **BASE))

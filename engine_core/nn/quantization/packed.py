@@ -35,6 +35,7 @@ from engine_core.nn.quantization.groups import (
     GroupLinearMethod,
     Int8VocabularyMethod,
 )
+from engine_core.nn.quantization.scale_values import check_finite
 from engine_core.nn.quantization.scheme import QuantizationScheme, ScaleKind
 
 if TYPE_CHECKING:
@@ -151,6 +152,8 @@ class PackedCheckpoint:
                 yield name, tensor
                 continue
             linear, kind = self._leaves[name]
+            if kind == "scales":
+                check_finite(name, tensor)
             linear.held[kind or name] = tensor
             if len(linear.held) == len(linear.leaves):
                 held, linear.held = linear.held, {}
@@ -259,6 +262,12 @@ class PackedScheme(QuantizationScheme):
         self._linears = {linear.name: linear for linear in self.linears(checkpoint.headers)}
         if not self._linears:
             raise unsupported(f"no tensor of the checkpoint is a {self.codes_leaf}")
+        for linear in self._linears.values():
+            if "weight" not in linear.leaves and f"{linear.name}.weight" in checkpoint.headers:
+                codes = next(leaf for leaf, kind in linear.leaves.items() if kind == "codes")
+                raise unsupported(
+                    f"{linear.name} has a weight beside its {codes}, and nothing says which counts"
+                )
         return PackedCheckpoint(checkpoint, self._linears, self.read, frozenset())
 
     def numbers(self, checkpoint: Any) -> Any:
