@@ -10,7 +10,8 @@ its own, and the weights as loaded are compared with its own dequantisation: the
 their greatest difference. "and activations" quantises the inputs of the linears row by row too, as
 a GPU does for more than 64 rows. "As a GPU has it" is what is made at load there. The packers of 4
 bits, and of 8 with scales of groups, are those of the tests, which round to nearest; a tool that
-calibrates comes nearer.
+calibrates comes nearer. Blocks of GGUF files are packed by the package gguf; on a CPU they are
+multiplied as they are, by inputs in 8 bits.
 
 The models are those of ``make models``. SmolLM2's file has 4 bits, so float32 is what these are.
 """
@@ -29,6 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+import gguf
 import packed_checkpoints
 import torch
 from packed_checkpoints import FORMATS, Format
@@ -91,6 +93,11 @@ def source(name: str, folder: Path) -> Path:
     return models / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
+def numbers_of(path: Path) -> str | None:
+    """The option that has weights be numbers: of a GGUF file on a CPU they are not by default."""
+    return "unpacked" if path.suffix == ".gguf" else None
+
+
 def load(
     path: Path,
     quantization: str | None,
@@ -101,8 +108,7 @@ def load(
     """The model, packed as for ``device``."""
     registry = build_registry(())
     name = str(dtype).removeprefix("torch.")
-    # Blocks of a GGUF file would be kept, and its numbers are what is compared with.
-    config = EngineConfig(device="cpu", dtype=name, quantization=quantization or "unpacked")
+    config = EngineConfig(device="cpu", dtype=name, quantization=quantization or numbers_of(path))
     scheme = option_scheme(config, registry, device)
     checkpoint = open_files(str(path), config, registry, CPU, scheme)
     scheme = find_scheme(checkpoint, config, scheme, registry, device)
@@ -160,7 +166,7 @@ def by_hand(strategy: str, weight: Tensor) -> Packed:
 
 def write_packed(path: Path, folder: Path, strategy: str) -> tuple[Path, dict[str, Tensor]]:
     """A copy whose linears are e4m3, and the numbers that its packer says they are."""
-    config = EngineConfig(device="cpu", dtype="float32", quantization="unpacked")
+    config = EngineConfig(device="cpu", dtype="float32", quantization=numbers_of(path))
     checkpoint = open_files(str(path), config, build_registry(()), CPU)
     group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}
     group["weights"]["strategy"] = strategy
@@ -188,7 +194,7 @@ def write_packed(path: Path, folder: Path, strategy: str) -> tuple[Path, dict[st
 
 def write_integers(path: Path, folder: Path, form: Format) -> tuple[Path, dict[str, Tensor]]:
     """A copy whose linears are integers, and the numbers that the tests' packer says they are."""
-    config = EngineConfig(device="cpu", dtype="float32", quantization="unpacked")
+    config = EngineConfig(device="cpu", dtype="float32", quantization=numbers_of(path))
     checkpoint = open_files(str(path), config, build_registry(()), CPU)
     tensors = {name: tensor.float().clone() for name, tensor in checkpoint.weights()}
     held, plain = packed_checkpoints.packed(
@@ -199,6 +205,60 @@ def write_integers(path: Path, folder: Path, form: Format) -> tuple[Path, dict[s
     (folder / "config.json").write_text(json.dumps(hf_config))
     save_file({n: t.contiguous() for n, t in held.items()}, folder / "model.safetensors")
     return folder, {name: plain[name] for name in tensors if name.endswith("_proj.weight")}
+
+
+# Those that the gguf package packs; it has no packer for K types.
+BLOCKS = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
+# A tensor's name in GGUF, by Hugging Face's.
+_GGUF_NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+def write_gguf(path: Path, file: Path, kind: str) -> tuple[Path, dict[str, Tensor]]:
+    """A GGUF file whose linears are blocks of a type, and the numbers that its packer says.
+
+    Rows of queries and keys are in llama.cpp's order, whose rotation pairs neighbours.
+    """
+    config = EngineConfig(device="cpu", dtype="float32", quantization=numbers_of(path))
+    checkpoint = open_files(str(path), config, build_registry(()), CPU)
+    hf = checkpoint.hf_config.to_dict()
+    heads, block = hf["num_attention_heads"], gguf.GGMLQuantizationType[kind]
+    half = hf["hidden_size"] // heads // 2
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_context_length(hf["max_position_embeddings"])
+    writer.add_embedding_length(hf["hidden_size"])
+    writer.add_block_count(hf["num_hidden_layers"])
+    writer.add_feed_forward_length(hf["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(hf["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(hf["rms_norm_eps"])
+    writer.add_rope_freq_base(hf.get("rope_theta") or hf["rope_parameters"]["rope_theta"])
+    writer.add_vocab_size(hf["vocab_size"])
+    expected: dict[str, Tensor] = {}
+    for name, tensor in checkpoint.weights():
+        stem = name.removesuffix(".weight").removeprefix("model.layers.")
+        layer, _, leaf = stem.partition(".")
+        known = f"blk.{layer}.{_GGUF_NAMES[leaf]}" if layer.isdigit() else _GGUF_NAMES[stem]
+        weight = tensor.float().numpy()
+        if not name.endswith("_proj.weight"):
+            writer.add_tensor(f"{known}.weight", weight.copy())
+            continue
+        codes = gguf.quantize(weight, block)
+        expected[name] = torch.from_numpy(gguf.dequantize(codes, block).reshape(weight.shape))
+        if known.endswith(("attn_q", "attn_k")):
+            pairs = codes.reshape(-1, 2, half, codes.shape[-1]).swapaxes(1, 2)
+            codes = pairs.reshape(codes.shape)
+        writer.add_tensor(f"{known}.weight", codes, raw_dtype=block)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file, expected
 
 
 def of_group(form: Format, size: int) -> Format:
@@ -286,6 +346,13 @@ def measure(name: str, tokens: int) -> None:
             if strategy != "block":
                 row("    and activations", lambda make=make: with_rows(make))
             shutil.rmtree(packed)
+        for kind in BLOCKS:
+            packed, expected = write_gguf(path, folder / f"{kind}.gguf", kind)
+            make = lambda packed=packed: load(packed, None, torch.float32)  # noqa: E731
+            row(f"GGUF, {kind}", make, expected)
+            make = lambda packed=packed: load(packed, "gguf", torch.float32)  # noqa: E731
+            row("    on a CPU", make)
+            packed.unlink()
         for title, (kind, grouped) in INTEGERS.items():
             form = FORMATS[kind]
             if grouped:
