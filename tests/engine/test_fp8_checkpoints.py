@@ -315,11 +315,19 @@ def setting(**changes: Any) -> Callable[[Made], None]:
     return change
 
 
-def weights(**changes: Any) -> Callable[[Made], None]:
+def of_group(part: str, **changes: Any) -> Callable[[Made], None]:
     def change(config: dict[str, Any]) -> None:
-        config["quantization_config"]["config_groups"]["group_0"]["weights"].update(changes)
+        config["quantization_config"]["config_groups"]["group_0"][part].update(changes)
 
     return lambda made: made.config(change)
+
+
+def weights(**changes: Any) -> Callable[[Made], None]:
+    return of_group("weights", **changes)
+
+
+def inputs(**changes: Any) -> Callable[[Made], None]:
+    return of_group("input_activations", **changes)
 
 
 BROKEN: Mapping[str, tuple[str, Callable[[Made], None], str]] = {
@@ -334,6 +342,23 @@ BROKEN: Mapping[str, tuple[str, Callable[[Made], None], str]] = {
     "an unknown key": ("blocks", setting(rotation="r1"), "rotation is 'r1'"),
     "4 bits": ("channel", weights(num_bits=4), "num_bits is 4, not 8"),
     "integers": ("channel", weights(type="int"), "format is 'float-quantized', not 'pack-qu"),
+    "weights of tokens": ("channel", weights(strategy="token"), "is 'token', not 'tensor' or 'cha"),
+    "inputs in groups": (
+        "channel",
+        inputs(strategy="group", group_size=128),
+        "config_groups.group_0.input_activations.strategy is 'group', not 'tensor' or 'token'",
+    ),
+    "static tokens": ("channel", inputs(dynamic=False), "input_activations.dynamic is False, not"),
+    "an activation scheme": (
+        "blocks",
+        setting(activation_scheme="banana"),
+        "activation_scheme is 'banana', not 'dynamic' or 'static'",
+    ),
+    "a form of scales": (
+        "blocks",
+        setting(scale_fmt="banana"),
+        "scale_fmt is 'banana', not 'float' or 'ue8m0'",
+    ),
     "another structure": ("channel", weights(block_structure=[1, 128]), "block_structure is [1"),
     "a cache": (
         "channel",
@@ -355,6 +380,30 @@ def test_broken_ones_are_named(tmp_path: Path, broken: str) -> None:
     with pytest.raises(EngineError) as refused:
         LLM(str(made.quantised), EngineConfig(**BASE))
     assert words in str(refused.value)
+
+
+FP8_BLOCK = {
+    "weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]},
+    "input_activations": {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("blocks", setting(scale_fmt="float")),
+        ("blocks", setting(scale_fmt="ue8m0")),
+        ("static", setting(activation_scheme="static", scale_fmt=None)),
+        ("channel", inputs(strategy="token", dynamic=True)),
+        ("tensor", inputs(strategy="tensor", dynamic=False)),
+        # As compressed-tensors' preset FP8_BLOCK has them.
+        ("channel", setting(config_groups={"group_0": {"targets": ["Linear"], **FP8_BLOCK}})),
+    ],
+)
+def test_settings_that_are_taken(tmp_path: Path, kind: str, change: Callable[[Made], None]) -> None:
+    made = Made(tmp_path, kind)
+    change(made)
+    assert not check_model(made.quantised, EngineConfig(**BASE)).errors
 
 
 def test_options_that_do_not_fit(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from engine_core.kernels import Fp8Weight
 from engine_core.nn.linear import Linear, LinearMethod
 from engine_core.nn.packing import MatrixModule, PackedMatrix
-from engine_core.nn.quantization.fp8_checkpoint import Fp8CheckpointScheme, Fp8Method, unsupported
+from engine_core.nn.quantization.fp8_checkpoint import Fp8CheckpointScheme, Fp8Method, check_value
 
 if TYPE_CHECKING:
     from engine_core.checkpoint import Checkpoint
@@ -62,9 +62,10 @@ class Fp8Scheme(Fp8CheckpointScheme):
             ("weight_block_size", (None, [128, 128])),
             ("fmt", (None, "e4m3")),
             ("expert_dtype", (None, "fp8")),
+            # Powers of 2 are kept in bytes of their own type; the tensors say which they are.
+            ("scale_fmt", (None, "float", "ue8m0")),
         ):
-            if given.get(key) not in known:
-                raise unsupported(f"{key} is {given[key]!r}, not {known[-1]!r}")
+            check_value(key, given.get(key), known)
 
     @classmethod
     def condition(cls, settings: Mapping[str, Any]) -> bool:

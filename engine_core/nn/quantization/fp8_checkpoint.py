@@ -500,12 +500,13 @@ class CompressedTensorsScheme(Fp8CheckpointScheme):
         if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
             raise unsupported(f"config_groups is {groups!r}, no object of groups")
         for group, given in groups.items():
-            _check_numbers(f"config_groups.{group}.weights", given.get("weights"))
-            inputs = given.get("input_activations")
+            weights, inputs = given.get("weights"), given.get("input_activations")
+            of_weights = ("tensor", "channel", "block")
+            _check_numbers(f"config_groups.{group}.weights", weights, of_weights)
             if inputs is None:
                 self.quantizes_rows = False
             else:
-                _check_numbers(f"config_groups.{group}.input_activations", inputs)
+                _check_inputs(f"config_groups.{group}.input_activations", inputs, weights)
             if given.get("output_activations") is not None:
                 raise unsupported(f"config_groups.{group} quantises output_activations")
 
@@ -521,7 +522,7 @@ class CompressedTensorsScheme(Fp8CheckpointScheme):
         return settings.get("quant_method") == "compressed-tensors" and kinds != {"int"}
 
 
-def _check_numbers(where: str, given: Any) -> None:
+def _check_numbers(where: str, given: Any, strategies: tuple[str, ...]) -> None:
     """Refuse what are not symmetric 8-bit floats."""
     if not isinstance(given, dict):
         raise unsupported(f"{where} is {given!r}, no object")
@@ -529,11 +530,17 @@ def _check_numbers(where: str, given: Any) -> None:
         "type": ("float",),
         "num_bits": (8,),
         "symmetric": (True, None),
-        "strategy": ("tensor", "channel", "block", "token", "group"),
+        "strategy": strategies,
         "block_structure": (None, [_BLOCK, _BLOCK]),
         "group_size": (None, _BLOCK),
     }
-    for key, known in wanted.items():
-        if given.get(key) not in known:
-            offered = " or ".join(repr(value) for value in known if value is not None)
-            raise unsupported(f"{where}.{key} is {given.get(key)!r}, not {offered}")
+    check_values(where, given, wanted)
+
+
+def _check_inputs(where: str, given: Any, weights: Mapping[str, Any]) -> None:
+    """Refuse activations that are quantised in another way than here, which has other results."""
+    # Beside blocks they keep their 16 bits; else a row has one scale, or all rows have.
+    groups = ("group",) if weights["strategy"] == "block" else ()
+    _check_numbers(where, given, ("tensor", "token", *groups))
+    static = (False,) if given["strategy"] == "tensor" else ()
+    check_value(f"{where}.dynamic", given.get("dynamic"), (True, None, *static))
