@@ -308,6 +308,13 @@ def no_codes(made: Made) -> None:
     made.tensors(lambda tensors: (tensors.clear(), tensors.update(plain)))
 
 
+def codes_of(dtype: torch.dtype) -> Callable[[Made], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[GATE + "weight"] = tensors[GATE + "weight"].float().to(dtype)
+
+    return lambda made: made.tensors(change)
+
+
 def setting(**changes: Any) -> Callable[[Made], None]:
     def change(made: Made) -> None:
         made.config(lambda config: config["quantization_config"].update(changes))
@@ -337,6 +344,16 @@ BROKEN: Mapping[str, tuple[str, Callable[[Made], None], str]] = {
     "blocks of another shape": ("blocks", wrong_scale, "weight_scale_inv: has shape [3, 5]"),
     "half of the parts": ("tensor", half, "mlp.gate_up_proj is merged of tensors of which some"),
     "a scale without codes": ("tensor", no_codes, "no tensor of the checkpoint is float8_e4m3fn"),
+    "codes of e5m2": (
+        "channel",
+        codes_of(torch.float8_e5m2),
+        f"{GATE}weight is of float8_e5m2, not float8_e4m3fn",
+    ),
+    "codes that are integers": (
+        "blocks",
+        codes_of(torch.int8),
+        f"{GATE}weight is of int8, not float8_e4m3fn, and {GATE}weight_scale_inv says that",
+    ),
     "another block": ("blocks", setting(weight_block_size=[64, 64]), "weight_block_size is [64"),
     "another type": ("blocks", setting(fmt="e5m2"), "fmt is 'e5m2', not 'e4m3'"),
     "an unknown key": ("blocks", setting(rotation="r1"), "rotation is 'r1'"),

@@ -358,6 +358,16 @@ BROKEN: Mapping[str, tuple[str, Callable[[Made], None], str]] = {
         put("qweight", lambda codes: codes.long()),
         f"{PLACE}qweight is of int64, not int32",
     ),
+    "codes of bytes": (
+        "int8 and activations",
+        put("weight", lambda codes: codes.to(torch.uint8)),
+        f"{PLACE}weight is of uint8, not int8, and {PLACE}weight_scale says that it is codes",
+    ),
+    "codes that are floats": (
+        "int8 and activations",
+        put("weight", lambda codes: codes.float().to(torch.float8_e4m3fn)),
+        f"{PLACE}weight is of float8_e4m3fn, not int8",
+    ),
     "codes of another shape": ("compressed", put("weight_packed", lambda c: c[:8]), "has shape"),
     "codes of one dimension": ("awq", put("qweight", lambda c: c[0]), "no matrix"),
     "no codes at all": (

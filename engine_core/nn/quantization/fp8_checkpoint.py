@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from engine_core.nn.loading import LoadAccount
 
 _E4M3 = "float8_e4m3fn"
+_NUMBERS = ("float16", "bfloat16", "float32", "float64")
 _BLOCK = 128
 _SCALES = ("weight_scale", "weight_scale_inv")
 _SKIP_LISTS = ("ignore", "modules_to_not_convert", "ignored_layers")
@@ -296,6 +297,19 @@ def _quantised(headers: Mapping[str, Any]) -> set[str]:
     return {name for name, header in headers.items() if header.dtype == _E4M3}
 
 
+def refuse_codes(headers: Mapping[str, Any], wanted: str) -> None:
+    """Raise a :class:`ConfigError` for weights that are codes of another type than ``wanted``."""
+    for name, header in headers.items():
+        stem, _, leaf = name.rpartition(".")
+        if leaf != "weight" or header.dtype == wanted or header.dtype in _NUMBERS:
+            continue
+        # Without scales they may be something of the model's own.
+        scale = next((each for each in _SCALES if f"{stem}.{each}" in headers), None)
+        if scale is not None or header.dtype.startswith("float8"):
+            beside = "" if scale is None else f", and {stem}.{scale} says that it is codes"
+            raise unsupported(f"{name} is of {header.dtype}, not {wanted}{beside}")
+
+
 class Fp8CheckpointScheme(QuantizationScheme):
     """Takes the linears whose tensors are e4m3; a subclass reads the settings of a tool.
 
@@ -327,6 +341,7 @@ class Fp8CheckpointScheme(QuantizationScheme):
 
     def plain(self, checkpoint: Any) -> Any:
         """Its headers as they would be without quantisation."""
+        refuse_codes(checkpoint.headers, _E4M3)
         return _Plain(checkpoint)
 
     def numbers(self, checkpoint: Any) -> Any:

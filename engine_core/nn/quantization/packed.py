@@ -27,6 +27,7 @@ from engine_core.nn.quantization.fp8_checkpoint import (
     check_value,
     check_values,
     names_layer,
+    refuse_codes,
     refuse_settings,
     unsupported,
 )
@@ -632,6 +633,7 @@ class CompressedIntegersScheme(PackedScheme):
 
         Codes of 4 bits may take a byte each, too.
         """
+        refuse_codes(headers, "int8")
         for name in _stems(headers, "weight_packed"):
             yield self._linear(_Tensors(headers, name), packed=True)
         for name in _stems(headers, "weight"):
