@@ -383,6 +383,16 @@ BROKEN: Mapping[str, tuple[str, Callable[[Made], None], str]] = {
     "another version": ("gptq", setting(checkpoint_format="marlin"), "is 'marlin', not 'gptq'"),
     "several forms": ("gptq", setting(dynamic={"-:.*": {}}), "dynamic is {'-:.*': {}}"),
     "an unknown key": ("gptq", setting(turn=3), "turn is 3, which is not known"),
+    "a method": ("gptq", setting(method="qqq"), "method is 'qqq', not 'gptq'"),
+    "a format": ("gptq", setting(format="bitblas"), "format is 'bitblas', not 'gptq' or 'gptq_v2'"),
+    "two versions": (
+        "gptq",
+        setting(format="gptq_v2"),
+        "checkpoint_format is 'gptq' and format is 'gptq_v2', which keep zeros in different ways",
+    ),
+    "an adapter": ("gptq", setting(adapter={"rank": 8}), "adapter is {'rank': 8}, not {}"),
+    "sym of another type": ("gptq", setting(sym="maybe"), "sym is 'maybe', not True or False"),
+    "order of another type": ("gptq", setting(desc_act="yes"), "desc_act is 'yes', not True or F"),
     "2 bits": ("compressed", weights(num_bits=2), "weights.num_bits is 2, not 4 or 8"),
     "another strategy": ("compressed", weights(strategy="block"), "strategy is 'block', not"),
     "static activations": ("int8 and activations", inputs(dynamic=False), "dynamic is False, not"),
@@ -415,6 +425,55 @@ def test_broken_ones_are_named(tmp_path: Path, broken: str) -> None:
     with pytest.raises(EngineError) as refused:
         LLM(str(it.packed), EngineConfig(**BASE))
     assert words in str(refused.value)
+
+
+# What newer versions of GPTQModel may write besides, by their quantization/config.py.
+OF_GPTQMODEL: dict[str, Any] = {
+    "method": "gptq",
+    "format": "gptq",
+    "adapter": None,
+    "act_group_aware": True,
+    "failsafe": {"strategy": "rtn", "threshold": "0.5%", "smooth": {"type": "mad", "k": 2.75}},
+    "foem": {"alpha": 0.0, "beta": 0.2, "device": "auto"},
+    "gptaq": {"alpha": 0.25, "device": "auto"},
+    "hessian": {"chunk_size": None, "chunk_bytes": None, "staging_dtype": "float32"},
+    "mock_quantization": False,
+    "offload_to_disk": True,
+    "offload_to_disk_path": "/tmp/offloaded",
+    "pack_impl": "cpu",
+}
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq", "compressed"])
+@pytest.mark.parametrize("nothing", [None, False, {}, []])
+def test_unknown_settings_that_say_nothing_are_passed_over(
+    tmp_path: Path, kind: str, nothing: Any
+) -> None:
+    it = Made(tmp_path, kind)
+    setting(of_tomorrow=nothing)(it)
+    assert not check(it)
+
+
+def test_what_gptqmodel_says_of_its_calibration_is_passed_over(tmp_path: Path) -> None:
+    it = Made(tmp_path, "gptq")
+    setting(**OF_GPTQMODEL)(it)
+    assert not check(it)
+    expected = linears(it.model(it.plain))
+    for name, layer in linears(it.model(it.packed, CUDA)).items():
+        assert torch.equal(layer.weight, expected[name].weight)
+
+
+def test_format_alone_says_the_version(tmp_path: Path) -> None:
+    """As transformers writes it."""
+    it = Made(tmp_path, "gptq v2")
+
+    def rename(settings: dict[str, Any]) -> None:
+        settings["format"] = settings.pop("checkpoint_format")
+
+    it.settings(rename)
+    expected = linears(it.model(it.plain))
+    for name, layer in linears(it.model(it.packed, CUDA)).items():
+        assert torch.equal(layer.weight, expected[name].weight)
 
 
 @pytest.mark.parametrize(

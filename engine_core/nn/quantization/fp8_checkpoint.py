@@ -448,7 +448,13 @@ def refuse_settings(settings: Mapping[str, Any], keys: Sequence[str]) -> None:
             raise unsupported(f"{key} is {names!r}, no list of names")
         for name in names:
             check_pattern(key, name)
-    unknown = sorted(settings.keys() - set(keys))
+    # What is unknown changes nothing as long as it says nothing.
+    said = {
+        key
+        for key, value in settings.items()
+        if not (value is None or value is False or value in ({}, []))
+    }
+    unknown = sorted(said - set(keys))
     if unknown:
         raise unsupported(f"{unknown[0]} is {settings[unknown[0]]!r}, which is not known")
     for key in ("sparsity_config", "transform_config"):

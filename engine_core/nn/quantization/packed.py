@@ -529,22 +529,47 @@ class GPTQScheme(PackedScheme):
     known: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "bits": (4, 8),
         "checkpoint_format": ("gptq", "gptq_v2", None),
+        "format": ("gptq", "gptq_v2", None),
         "pack_dtype": ("int32", None),
         "is_marlin_format": (False, None),
         "dynamic": (None, {}),
         "quant_method": ("gptq",),
+        "method": ("gptq", None),
         "group_size": (),
         "rotation": (None, False, ""),
+        # A LoRA that is added to the products.
+        "adapter": (None, {}),
+        "desc_act": (True, False, None),
+        "lm_head": (True, False, None),
+        "static_groups": (True, False, None),
+        "sym": (True, False, None),
     }
+    # How the codes were found, and in what memory: GPTQModel's quantization/config.py.
     passed = (
-        *("act_group_aware", "backend", "batch_size", "block_name_to_quantize"),
-        *("cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset", "desc_act"),
-        *("disable_exllama", "exllama_config", "hyb_act", "lm_head", "max_input_length", "meta"),
-        *("model_file_base_name", "model_name_or_path", "model_seqlen", "modules_in_block_to_"
-          "quantize", "module_name_preceding_first_block", "modules_to_not_convert", "mse"),
-        *("pad_token_id", "static_groups", "sym", "tokenizer", "true_sequential", "uri"),
-        *("use_cuda_fp16", "use_exllama"),
-    )  # fmt: skip
+        *("act_group_aware", "auto_forward_data_parallel", "backend", "batch_size"),
+        *("block_name_to_quantize", "cache_block_outputs", "calibrationless"),
+        *("damp_auto_increment", "damp_percent", "dataset", "dense_vram_strategy"),
+        *("dense_vram_strategy_devices", "device", "disable_exllama", "exllama_config"),
+        *("failsafe", "fallback", "foem", "gc_mode", "gptaq", "hessian", "hyb_act"),
+        *("max_input_length", "meta", "mock_quantization", "model_file_base_name"),
+        *("model_name_or_path", "model_seqlen", "modules_in_block_to_quantize"),
+        *("module_name_preceding_first_block", "modules_to_not_convert", "moe"),
+        *("moe_vram_strategy", "moe_vram_strategy_devices", "mse", "offload_to_disk"),
+        *("offload_to_disk_path", "pack_impl", "pad_token_id", "tokenizer"),
+        *("true_sequential", "uri", "use_cuda_fp16", "use_exllama", "vram_strategy"),
+        "wait_for_submodule_finalizers",
+    )
+
+    def __init__(self, name: str, settings: Mapping[str, Any] | None = None) -> None:
+        super().__init__(name, settings)
+        # Newer tools write both names or the second alone.
+        keys = ("checkpoint_format", "format")
+        given = {key: (settings or {}).get(key) for key in keys}
+        versions = {value for value in given.values() if value is not None}
+        if len(versions) > 1:
+            shown = " and ".join(f"{key} is {value!r}" for key, value in given.items())
+            raise unsupported(f"{shown}, which keep zeros in different ways")
+        self._keeps_less_one = "gptq_v2" not in versions
 
     @classmethod
     def condition(cls, settings: Mapping[str, Any]) -> bool:
@@ -579,7 +604,7 @@ class GPTQScheme(PackedScheme):
         """Inputs lie in an int32 in their order. The first version keeps zeros less one."""
         bits = linear.layout.bits
         zeros = _expand(held["zeros"], bits)[:, : linear.shape[0]].T
-        if (self.settings or {}).get("checkpoint_format") != "gptq_v2":
+        if self._keeps_less_one:
             zeros = (zeros + 1) & (2**bits - 1)
         codes = held["codes"].T.contiguous().view(torch.uint8)
         if bits == 8:
