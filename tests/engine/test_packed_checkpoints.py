@@ -298,6 +298,14 @@ def drop(leaf: str) -> Callable[[Made], None]:
     return lambda it: made.change(it.packed, lambda tensors: tensors.pop(PLACE + leaf))
 
 
+def drop_all(it: Made, leaf: str) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(f".{leaf}")]:
+            del tensors[name]
+
+    made.change(it.packed, change)
+
+
 def put(leaf: str, edit: Callable[[Tensor], Tensor]) -> Callable[[Made], None]:
     def change(tensors: dict[str, Tensor]) -> None:
         tensors[PLACE + leaf] = edit(tensors[PLACE + leaf])
@@ -337,7 +345,7 @@ def plain_tensors(it: Made) -> None:
     made.change(it.packed, lambda tensors: (tensors.clear(), tensors.update(plain)))
 
 
-BROKEN: Mapping[str, tuple[str, Callable[[Made], None], str]] = {
+BROKEN: Mapping[str, tuple[str, Callable[[Made], Any], str]] = {
     "no scales": ("awq", drop("scales"), f"no scales: there is no {PLACE}scales"),
     "no zeros": ("gptq", drop("qzeros"), f"no zeros: there is no {PLACE}qzeros"),
     "no scales of rows": ("int8 and activations", drop("weight_scale"), "gate_proj.weight_scale"),
@@ -352,6 +360,31 @@ BROKEN: Mapping[str, tuple[str, Callable[[Made], None], str]] = {
     ),
     "negative groups": ("gptq", put("g_idx", lambda groups: -2 - groups), "into group -3"),
     "few groups": ("gptq", put("g_idx", lambda groups: groups[:9]), "g_idx has shape [9], not"),
+    "no groups": (
+        "gptq, act-order",
+        drop("g_idx"),
+        f"desc_act is True, and there is no {PLACE}g_idx that says which group each input is in",
+    ),
+    "no groups of any": (
+        "gptq, act-order",
+        lambda it: drop_all(it, "g_idx"),
+        "desc_act is True, and there is no model.layers.0.mlp.down_proj.g_idx",
+    ),
+    "no groups beside others": (
+        "gptq, act-order",
+        lambda it: (drop("g_idx")(it), setting(desc_act=False)(it)),
+        f"inputs into groups that are no neighbours, and there is no {PLACE}g_idx",
+    ),
+    "no groups of a config": (
+        "compressed, act-order",
+        drop("weight_g_idx"),
+        f"actorder is 'group', and there is no {PLACE}weight_g_idx that says which group each",
+    ),
+    "no groups of an alias": (
+        "compressed, act-order",
+        lambda it: (drop("weight_g_idx")(it), weights(actorder=True)(it)),
+        f"actorder is True, and there is no {PLACE}weight_g_idx",
+    ),
     "half of the parts": ("gptq", half, "mlp.gate_up_proj is merged of tensors of which some"),
     "codes of another type": (
         "awq",
@@ -457,6 +490,31 @@ def test_unknown_settings_that_say_nothing_are_passed_over(
 def test_what_gptqmodel_says_of_its_calibration_is_passed_over(tmp_path: Path) -> None:
     it = Made(tmp_path, "gptq")
     setting(**OF_GPTQMODEL)(it)
+    assert not check(it)
+    expected = linears(it.model(it.plain))
+    for name, layer in linears(it.model(it.packed, CUDA)).items():
+        assert torch.equal(layer.weight, expected[name].weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("gptq", setting(desc_act=False)),
+        ("gptq", setting(desc_act=True, static_groups=True)),
+        ("gptq", setting(desc_act=True, meta={"static_groups": True})),
+        ("compressed", weights(actorder="weight")),
+        ("compressed", weights(actorder="static")),
+        # One group has all inputs in any order.
+        ("compressed by rows", weights(actorder="dynamic")),
+    ],
+)
+def test_groups_of_neighbours_need_no_index(
+    tmp_path: Path, kind: str, change: Callable[[Made], None]
+) -> None:
+    it = Made(tmp_path, kind)
+    change(it)
+    for leaf in ("g_idx", "weight_g_idx"):
+        drop_all(it, leaf)
     assert not check(it)
     expected = linears(it.model(it.plain))
     for name, layer in linears(it.model(it.packed, CUDA)).items():

@@ -454,6 +454,17 @@ class _Tensors:
         self.leaves[leaf] = kind
         return header
 
+    def ask_order(self, leaf: str, k: int, dtypes: tuple[str, ...], needed: str | None) -> None:
+        """That of the group of each of ``k`` inputs, which may lack if nothing says otherwise."""
+        if self.has(leaf):
+            order = self.ask(leaf, "groups", dtypes)
+            self.expect(leaf, order, (k,), why=f", one for each of {k} inputs")
+        elif needed is not None:
+            raise unsupported(
+                f"{needed}, and there is no {self.name}.{leaf} that says which group each input is "
+                "in"
+            )
+
     def expect(self, leaf: str, header: Any, *shapes: tuple[int, ...], why: str = "") -> None:
         if tuple(header.shape) not in shapes:
             wanted = " or ".join(str(list(shape)) for shape in shapes)
@@ -576,6 +587,30 @@ class GPTQScheme(PackedScheme):
         """By the method's name."""
         return settings.get("quant_method") == "gptq"
 
+    @property
+    def _groups_neighbours(self) -> bool:
+        """Whether groups were laid out before the inputs were put into another order."""
+        settings = self.settings or {}
+        meta = settings.get("meta")
+        return any(
+            isinstance(each, dict) and each.get("static_groups") is True
+            for each in (settings, meta)
+        )
+
+    def _read_orders(self, checkpoint: Any) -> None:
+        # GPTQModel and AutoGPTQ save g_idx of every layer. Without it GPTQModel's loader leaves the
+        # buffer as _register_gptq_buffers made it, in groups of neighbours, only because nothing
+        # looks whether it was filled: with desc_act that is not how the inputs were grouped.
+        super()._read_orders(checkpoint)
+        ordered = next((each for each in self._linears.values() if each.order is not None), None)
+        for linear in self._linears.values() if ordered and not self._groups_neighbours else ():
+            if linear.groups > 1 and "g_idx" not in linear.leaves:
+                assert ordered is not None, "or there is nothing to compare with"
+                raise unsupported(
+                    f"{ordered.name}.g_idx puts inputs into groups that are no neighbours, and "
+                    f"there is no {linear.name}.g_idx"
+                )
+
     def linears(self, headers: Mapping[str, Any]) -> Iterator[Integers]:
         """Tensors ``qweight [K * bits / 32, N]``, ``qzeros``, ``scales``, and ``g_idx [K]``."""
         settings = self.settings or {}
@@ -591,9 +626,8 @@ class GPTQScheme(PackedScheme):
             tensors.expect("scales", scales, (groups, n), why=why)
             zeros = tensors.ask("qzeros", "zeros", ("int32",))
             tensors.expect("qzeros", zeros, (groups, -(-n // share)), why=why)
-            if tensors.has("g_idx"):
-                order = tensors.ask("g_idx", "groups", ("int32",))
-                tensors.expect("g_idx", order, (k,), why=f", one for each of {k} inputs")
+            needed = groups > 1 and settings.get("desc_act") and not self._groups_neighbours
+            tensors.ask_order("g_idx", k, ("int32",), "desc_act is True" if needed else None)
             dtype = getattr(torch, scales.dtype)
             layout = GroupLayout(bits, 0 if groups == 1 else size, torch.uint8, False, dtype)
             yield Integers(name, tensors.leaves, (n, k), layout)
@@ -692,9 +726,13 @@ class CompressedIntegersScheme(PackedScheme):
         elif not symmetric:
             zeros = tensors.ask("weight_zero_point", "zeros", ("int8",))
             tensors.expect("weight_zero_point", zeros, tuple(scales.shape))
-        if tensors.has("weight_g_idx"):
-            order = tensors.ask("weight_g_idx", "groups", ("int32", "int64"))
-            tensors.expect("weight_g_idx", order, (k,), why=f", one for each of {k} inputs")
+        # By the other orders inputs were quantised, and groups are of neighbours.
+        actorder = weights.get("actorder")
+        needed = groups > 1 and actorder in (True, "group", "dynamic")
+        tensors.ask_order(
+            *("weight_g_idx", k, ("int32", "int64")),
+            f"actorder is {actorder!r}" if needed else None,
+        )
         for leaf in ("weight_shape", *(() if not symmetric else ("weight_zero_point",))):
             if tensors.has(leaf):
                 tensors.leaves[leaf] = ""
