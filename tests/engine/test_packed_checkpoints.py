@@ -385,6 +385,31 @@ BROKEN: Mapping[str, tuple[str, Callable[[Made], Any], str]] = {
         lambda it: (drop("weight_g_idx")(it), weights(actorder=True)(it)),
         f"actorder is True, and there is no {PLACE}weight_g_idx",
     ),
+    "another shape": (
+        "compressed",
+        put("weight_shape", lambda shape: shape // torch.tensor([1, 2])),
+        f"{PLACE}weight_shape says [256, 64], and the codes of {PLACE[:-1]} are [256, 128]",
+    ),
+    "a negative shape": (
+        "compressed",
+        put("weight_shape", lambda shape: -shape),
+        f"{PLACE}weight_shape says [-256, -128], and",
+    ),
+    "a shape of floats": (
+        "compressed",
+        put("weight_shape", lambda shape: shape.float()),
+        f"{PLACE}weight_shape is of float32, not int64 or int32",
+    ),
+    "a shape of three": (
+        "compressed",
+        put("weight_shape", lambda shape: shape.repeat(2)[:3]),
+        f"{PLACE}weight_shape has shape [3], not [2]",
+    ),
+    "no shape": (
+        "compressed",
+        drop("weight_shape"),
+        f"has codes but no shape: there is no {PLACE}weight_shape",
+    ),
     "half of the parts": ("gptq", half, "mlp.gate_up_proj is merged of tensors of which some"),
     "codes of another type": (
         "awq",

@@ -64,8 +64,8 @@ class Integers:
 
     Attributes:
         name: of the layer, without the leaf.
-        leaves: its tensors' last names, and what each holds: codes, scales, zeros, groups; others
-            are passed over.
+        leaves: its tensors' last names, and what each holds: codes, scales, zeros, groups, shape;
+            others are passed over.
         shape: ``(N, K)``.
         layout: the form that they are brought into.
         order: the group of each input, if the checkpoint names other groups than neighbours.
@@ -274,7 +274,7 @@ class PackedScheme(QuantizationScheme):
     def numbers(self, checkpoint: Any) -> Any:
         """Its integers as the numbers that they stand for."""
         plain = self.plain(checkpoint)
-        self._read_orders(checkpoint)
+        self._read_layouts(checkpoint)
         return plain
 
     def scales(self, headers: Mapping[str, Any]) -> Mapping[str, ScaleKind]:
@@ -303,7 +303,7 @@ class PackedScheme(QuantizationScheme):
         Raises:
             ConfigError: only some parts of a merged linear are quantised, or a ``g_idx`` is wrong.
         """
-        self._read_orders(checkpoint)
+        self._read_layouts(checkpoint)
         self._layouts = {}
         kept: set[str] = set()
         left: dict[str, str] = {}
@@ -398,36 +398,44 @@ class PackedScheme(QuantizationScheme):
             return first.order is other.order
         return torch.equal(first.order, other.order)
 
-    def _read_orders(self, checkpoint: Any) -> None:
-        """Look at the groups that inputs are in, where the checkpoint says."""
+    def _read_layouts(self, checkpoint: Any) -> None:
+        """Look at the groups that inputs are in, and at shapes, where the checkpoint says."""
+        takes = {"groups": _take_groups, "shape": _check_shape}
         wanted = {
-            f"{linear.name}.{leaf}": linear
+            f"{linear.name}.{leaf}": (takes[kind], linear)
             for linear in self._linears.values()
             for leaf, kind in linear.leaves.items()
-            if kind == "groups"
+            if kind in takes
         }
-        if not wanted:
-            return
-        for name, tensor in checkpoint.weights():
-            linear = wanted.get(name)
-            if linear is None:
-                continue
-            k, size = linear.shape[1], linear.layout.group_size or linear.shape[1]
-            tensor = tensor.int()
-            neighbours = torch.arange(k, dtype=torch.int32) // size
-            if bool((tensor == -1).all()) or torch.equal(tensor, neighbours):
-                continue
-            low, high = int(tensor.min()), int(tensor.max())
-            if low < 0 or high >= linear.groups:
-                raise unsupported(
-                    f"{name} puts inputs into group {low if low < 0 else high}, and there are "
-                    f"groups 0 to {linear.groups - 1}"
-                )
-            linear.order = tensor.clone()
-            linear.even = bool(
-                (torch.bincount(tensor.long(), minlength=linear.groups) == size).all()
-            )
-            linear.layout = replace(linear.layout, ordered=True, quantizes_rows=False)
+        for name, tensor in checkpoint.weights() if wanted else ():
+            if name in wanted:
+                take, linear = wanted[name]
+                take(name, tensor, linear)
+
+
+def _take_groups(name: str, tensor: Tensor, linear: Integers) -> None:
+    """Note the group of each input, if these are not of neighbours."""
+    k, size = linear.shape[1], linear.layout.group_size or linear.shape[1]
+    tensor = tensor.int()
+    neighbours = torch.arange(k, dtype=torch.int32) // size
+    if bool((tensor == -1).all()) or torch.equal(tensor, neighbours):
+        return
+    low, high = int(tensor.min()), int(tensor.max())
+    if low < 0 or high >= linear.groups:
+        raise unsupported(
+            f"{name} puts inputs into group {low if low < 0 else high}, and there are "
+            f"groups 0 to {linear.groups - 1}"
+        )
+    linear.order = tensor.clone()
+    linear.even = bool((torch.bincount(tensor.long(), minlength=linear.groups) == size).all())
+    linear.layout = replace(linear.layout, ordered=True, quantizes_rows=False)
+
+
+def _check_shape(name: str, tensor: Tensor, linear: Integers) -> None:
+    """Refuse a shape that the codes have not."""
+    said, shape = tensor.tolist(), list(linear.shape)
+    if said != shape:
+        raise unsupported(f"{name} says {said}, and the codes of {linear.name} are {shape}")
 
 
 class _Tensors:
@@ -597,11 +605,11 @@ class GPTQScheme(PackedScheme):
             for each in (settings, meta)
         )
 
-    def _read_orders(self, checkpoint: Any) -> None:
+    def _read_layouts(self, checkpoint: Any) -> None:
         # GPTQModel and AutoGPTQ save g_idx of every layer. Without it GPTQModel's loader leaves the
         # buffer as _register_gptq_buffers made it, in groups of neighbours, only because nothing
         # looks whether it was filled: with desc_act that is not how the inputs were grouped.
-        super()._read_orders(checkpoint)
+        super()._read_layouts(checkpoint)
         ordered = next((each for each in self._linears.values() if each.order is not None), None)
         for linear in self._linears.values() if ordered and not self._groups_neighbours else ():
             if linear.groups > 1 and "g_idx" not in linear.leaves:
@@ -733,8 +741,12 @@ class CompressedIntegersScheme(PackedScheme):
             *("weight_g_idx", k, ("int32", "int64")),
             f"actorder is {actorder!r}" if needed else None,
         )
-        for leaf in ("weight_shape", *(() if not symmetric else ("weight_zero_point",))):
-            if tensors.has(leaf):
+        if packed:
+            # compressed-tensors cannot unpack without it.
+            shape = tensors.ask("weight_shape", "shape", ("int64", "int32"))
+            tensors.expect("weight_shape", shape, (2,))
+        for leaf in ("weight_shape", "weight_zero_point"):
+            if leaf not in tensors.leaves and tensors.has(leaf):
                 tensors.leaves[leaf] = ""
         layout = GroupLayout(
             *(bits, 0 if groups == 1 else size, zero_dtype, False),
