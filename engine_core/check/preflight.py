@@ -427,6 +427,9 @@ class _Check:
             elif self.account is not None:
                 with self._collecting():
                     self._check_scales(self.scheme, self.network, checkpoint)
+                for remark in self.scheme.remarks(checkpoint.headers):
+                    text = f"quantization {self.scheme.name!r}: {remark}"
+                    self._add("quantization-settings", "warning", text)
         if max_model_len is not None:
             with self._collecting():
                 self._plan(self.network, cache_specs(self.network), max_model_len)

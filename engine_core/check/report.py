@@ -44,6 +44,8 @@ HINTS = {
     "option-invalid": "Change the option that is named.",
     "plugin-broken": "Reinstall or remove the plugin; the others work without it.",
     "quantization-loses": "Compare with --deep, which measures it, or take more bits.",
+    "quantization-settings": "It runs as the message says; compare outputs with those of the "
+    "original code through --against.",
     "quantization-slower": "Measure with 'engine-core bench' whether bfloat16 does better.",
     "quantization-unsupported": "Take the model's unquantised checkpoint or a GGUF file of it.",
     "ranks-slower": "Measure with 'engine-core bench' which does better.",

@@ -399,6 +399,20 @@ def test_broken_ones_are_named(tmp_path: Path, broken: str) -> None:
     assert words in str(refused.value)
 
 
+def test_skip_lists_that_name_codes_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = Made(tmp_path, "blocks")
+    setting(modules_to_not_convert=["model.layers.0.mlp", "model.layers.1.mlp"])(made)
+    words = "modules_to_not_convert names model.layers.0.mlp.down_proj and 2 more, stored as codes"
+    report = check_model(made.quantised, EngineConfig(**BASE))
+    assert not report.errors
+    [said] = [each for each in report.warnings if each.code == "quantization-settings"]
+    assert words in said.message
+    LLM(str(made.quantised), EngineConfig(**BASE))
+    assert words in caplog.text
+
+
 FP8_BLOCK = {
     "weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]},
     "input_activations": {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128},

@@ -340,6 +340,13 @@ def inputs(**changes: Any) -> Callable[[Made], None]:
     return lambda it: it.settings(change)
 
 
+def inputs_of(given: Mapping[str, Any]) -> Callable[[Made], None]:
+    def change(settings: dict[str, Any]) -> None:
+        settings["config_groups"]["group_0"]["input_activations"] = dict(given)
+
+    return lambda it: it.settings(change)
+
+
 def plain_tensors(it: Made) -> None:
     plain = load_file(it.plain / "model.safetensors")
     made.change(it.packed, lambda tensors: (tensors.clear(), tensors.update(plain)))
@@ -516,6 +523,54 @@ def test_what_gptqmodel_says_of_its_calibration_is_passed_over(tmp_path: Path) -
     it = Made(tmp_path, "gptq")
     setting(**OF_GPTQMODEL)(it)
     assert not check(it)
+    expected = linears(it.model(it.plain))
+    for name, layer in linears(it.model(it.packed, CUDA)).items():
+        assert torch.equal(layer.weight, expected[name].weight)
+
+
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        ("awq", setting(modules_to_not_convert=["lm_head"]), None),
+        ("awq", setting(modules_to_not_convert=["gate", "proj"]), None),
+        (
+            "awq",
+            setting(modules_to_not_convert=[DOWN, "lm_head"]),
+            f"modules_to_not_convert names {DOWN}, stored as codes all the same; codes are read",
+        ),
+        ("gptq", setting(modules_to_not_convert=["mlp"]), f"names {DOWN} and 5 more, stored as"),
+        ("compressed", setting(ignore=["lm_head", r"re:.*\.down_proj"]), f"{DOWN} and 1 more, "),
+        ("int8 and activations", setting(ignore=["model.layers.0"]), f"{DOWN} and 6 more, "),
+        (
+            "compressed",
+            inputs_of(made.TOKENS),
+            f"beside weights of 4 bits ({DOWN}, 14 of 14 linears); activations keep the model's",
+        ),
+        ("compressed, zeros", inputs_of(made.TOKENS), "activations keep the model's dtype"),
+        ("int8 and activations", inputs_of(made.TOKENS), None),
+    ],
+)
+def test_settings_that_are_not_followed_are_said(
+    tmp_path: Path,
+    kind: str,
+    change: Callable[[Made], None],
+    words: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    it = Made(tmp_path, kind)
+    change(it)
+    report = check_model(it.packed, EngineConfig(**BASE))
+    assert not report.errors
+    said = [each for each in report.warnings if each.code == "quantization-settings"]
+    assert [words in each.message for each in said if words is not None] == [True] * len(said)
+    assert len(said) == (0 if words is None else 1)
+    LLM(str(it.packed), EngineConfig(**BASE))
+    logged = [line for line in caplog.messages if words is not None and words in line]
+    assert len(logged) == len(said)
+    # The tensors say what they are.
     expected = linears(it.model(it.plain))
     for name, layer in linears(it.model(it.packed, CUDA)).items():
         assert torch.equal(layer.weight, expected[name].weight)

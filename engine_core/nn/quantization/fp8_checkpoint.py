@@ -360,6 +360,11 @@ class Fp8CheckpointScheme(QuantizationScheme):
             if stem + leaf in headers
         }
 
+    def remarks(self, headers: Mapping[str, Any]) -> Iterator[str]:
+        """Skip lists that name layers of codes."""
+        names = sorted(name.removesuffix(".weight") for name in _quantised(headers))
+        return wrongly_skipped(self.settings or {}, names)
+
     def prepare(self, model: nn.Module) -> None:
         """Leave the layers plain: the types of the tensors that fill them say who is taken."""
 
@@ -493,6 +498,31 @@ def names_layer(settings: Mapping[str, Any], name: str) -> bool:
         if f".{skipped}." in f".{name}.":
             return True
     return False
+
+
+def wrongly_skipped(settings: Mapping[str, Any], coded: Sequence[str]) -> Iterator[str]:
+    """A line for each skip list that names layers of codes: the tensors say what they are."""
+    for key in _SKIP_LISTS:
+        entries = settings.get(key) or ()
+        patterns = [re.compile(each[3:]) for each in entries if each.startswith("re:")]
+        literal = {each for each in entries if not each.startswith("re:")}
+        # Of thousands of layers and of names not every pair is compared.
+        named = [
+            name
+            for name in coded
+            if not literal.isdisjoint(_places(name)) or any(p.match(name) for p in patterns)
+        ]
+        if named:
+            more = f" and {len(named) - 1} more" if len(named) > 1 else ""
+            yield f"{key} names {named[0]}{more}, stored as codes all the same; codes are read"
+
+
+def _places(name: str) -> Iterator[str]:
+    """The names of a layer, in part or whole, by which a skip list may call it."""
+    parts = name.split(".")
+    for start in range(len(parts)):
+        for end in range(start + 1, len(parts) + 1):
+            yield ".".join(parts[start:end])
 
 
 def unsupported(what: str) -> ConfigError:

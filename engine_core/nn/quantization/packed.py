@@ -30,6 +30,7 @@ from engine_core.nn.quantization.fp8_checkpoint import (
     refuse_codes,
     refuse_settings,
     unsupported,
+    wrongly_skipped,
 )
 from engine_core.nn.quantization.groups import (
     GroupLayout,
@@ -286,6 +287,11 @@ class PackedScheme(QuantizationScheme):
             for leaf, kind in linear.leaves.items()
             if kind in kinds and headers[f"{linear.name}.{leaf}"].dtype in _FLOATS
         }
+
+    def remarks(self, headers: Mapping[str, Any]) -> Iterator[str]:
+        """Skip lists that name layers of codes."""
+        names = [linear.name for linear in self.linears(headers)]
+        return wrongly_skipped(self.settings or {}, names)
 
     def prepare(self, model: nn.Module) -> None:
         """Leave the layers plain: the tensors say who is taken."""
@@ -754,6 +760,25 @@ class CompressedIntegersScheme(PackedScheme):
             quantizes_rows=inputs is not None and groups == 1 and symmetric and bits == 8,
         )
         return Integers(tensors.name, tensors.leaves, (n, k), layout)
+
+    def remarks(self, headers: Mapping[str, Any]) -> Iterator[str]:
+        """Also activations that are not quantised."""
+        yield from super().remarks(headers)
+        linears = list(self.linears(headers))
+        wide = [
+            linear
+            for linear in linears
+            if not linear.layout.quantizes_rows
+            and self._group_of(linear.name).get("input_activations") is not None
+        ]
+        if wide:
+            bits = wide[0].layout.bits
+            form = f"{bits} bits" + (" in groups or with zero points" if bits == 8 else "")
+            yield (
+                f"input_activations are to have 8 bits, but no kernel takes such beside weights of "
+                f"{form} ({wide[0].name}, {len(wide)} of {len(linears)} linears); activations keep "
+                "the model's dtype, which is more exact and not faster"
+            )
 
     def _group_of(self, name: str) -> Mapping[str, Any]:
         """The group whose targets name a linear, or all linears."""

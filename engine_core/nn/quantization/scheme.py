@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -106,6 +106,10 @@ class QuantizationScheme:
         Only asked once the headers were matched.
         """
         return {}
+
+    def remarks(self, headers: Mapping[str, Any]) -> Iterator[str]:
+        """A line on each of the checkpoint's settings that is not followed, and what is done."""
+        return iter(())
 
     def match(self, model: nn.Module, checkpoint: Checkpoint, account: LoadAccount) -> Checkpoint:
         """Look at which tensors fill which parameters; return the checkpoint to load from.
