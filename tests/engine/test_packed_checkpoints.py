@@ -458,6 +458,11 @@ BROKEN: Mapping[str, tuple[str, Callable[[Made], Any], str]] = {
     "an adapter": ("gptq", setting(adapter={"rank": 8}), "adapter is {'rank': 8}, not {}"),
     "sym of another type": ("gptq", setting(sym="maybe"), "sym is 'maybe', not True or False"),
     "order of another type": ("gptq", setting(desc_act="yes"), "desc_act is 'yes', not True or F"),
+    "a head without codes": (
+        "gptq",
+        setting(lm_head=True),
+        "lm_head is True, and lm_head has no codes: there is no lm_head.qweight",
+    ),
     "2 bits": ("compressed", weights(num_bits=2), "weights.num_bits is 2, not 4 or 8"),
     "another strategy": ("compressed", weights(strategy="block"), "strategy is 'block', not"),
     "static activations": ("int8 and activations", inputs(dynamic=False), "dynamic is False, not"),
@@ -526,6 +531,13 @@ def test_what_gptqmodel_says_of_its_calibration_is_passed_over(tmp_path: Path) -
     expected = linears(it.model(it.plain))
     for name, layer in linears(it.model(it.packed, CUDA)).items():
         assert torch.equal(layer.weight, expected[name].weight)
+
+
+def test_a_head_may_have_codes(tmp_path: Path) -> None:
+    it = Made(tmp_path, "gptq", lambda name: False)
+    setting(lm_head=True)(it)
+    assert not check(it)
+    assert (logits(it.model(it.packed, CUDA)) - logits(it.model(it.plain))).abs().max() < 1e-4
 
 
 DOWN = "model.layers.0.mlp.down_proj"

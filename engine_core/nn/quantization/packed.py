@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from engine_core.errors import OptionError
 from engine_core.kernels.linear.groups import MIDDLE, pack_codes, unpack_codes
-from engine_core.nn.embedding import VocabularySplit
+from engine_core.nn.embedding import LMHead, VocabularySplit
 from engine_core.nn.linear import Linear, LinearMethod
 from engine_core.nn.quantization.fp8_checkpoint import (
     check_pattern,
@@ -600,6 +600,21 @@ class GPTQScheme(PackedScheme):
     def condition(cls, settings: Mapping[str, Any]) -> bool:
         """By the method's name."""
         return settings.get("quant_method") == "gptq"
+
+    def match(self, model: nn.Module, checkpoint: Checkpoint, account: LoadAccount) -> Any:
+        """As of all, and the head has codes if the config says so.
+
+        Raises:
+            ConfigError: it has none, or as of all.
+        """
+        for name, head in model.named_modules() if (self.settings or {}).get("lm_head") else ():
+            sources = sorted(account.sources(head.weight)) if isinstance(head, LMHead) else []
+            stems = [source.removesuffix(".weight") for source in sources]
+            if stems and not any(stem in self._linears for stem in stems):
+                raise unsupported(
+                    f"lm_head is True, and {name} has no codes: there is no {stems[0]}.qweight"
+                )
+        return super().match(model, checkpoint, account)
 
     @property
     def _groups_neighbours(self) -> bool:
