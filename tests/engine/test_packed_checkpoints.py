@@ -14,6 +14,7 @@ import torch
 from packed_checkpoints import FORMATS
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AwqConfig, GPTQConfig
 
 from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.check import check_model
@@ -463,6 +464,8 @@ BROKEN: Mapping[str, tuple[str, Callable[[Made], Any], str]] = {
         setting(lm_head=True),
         "lm_head is True, and lm_head has no codes: there is no lm_head.qweight",
     ),
+    "a head without codes of awq": ("awq", setting(lm_head=True), "there is no lm_head.qweight"),
+    "a format of awq": ("awq", setting(format="gemv"), "format is 'gemv', not 'gemm' or 'GEMM'"),
     "2 bits": ("compressed", weights(num_bits=2), "weights.num_bits is 2, not 4 or 8"),
     "another strategy": ("compressed", weights(strategy="block"), "strategy is 'block', not"),
     "static activations": ("int8 and activations", inputs(dynamic=False), "dynamic is False, not"),
@@ -607,6 +610,20 @@ def test_groups_of_neighbours_need_no_index(
     change(it)
     for leaf in ("g_idx", "weight_g_idx"):
         drop_all(it, leaf)
+    assert not check(it)
+    expected = linears(it.model(it.plain))
+    for name, layer in linears(it.model(it.packed, CUDA)).items():
+        assert torch.equal(layer.weight, expected[name].weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [("gptq", GPTQConfig(4, group_size=64)), ("awq", AwqConfig(4, group_size=32))],
+)
+def test_what_transformers_says_is_taken(tmp_path: Path, kind: str, config: Any) -> None:
+    it = Made(tmp_path, kind)
+    written = json.loads(json.dumps(config.to_dict()))
+    it.settings(lambda settings: (settings.clear(), settings.update(written)))
     assert not check(it)
     expected = linears(it.model(it.plain))
     for name, layer in linears(it.model(it.packed, CUDA)).items():

@@ -48,6 +48,35 @@ logger = logging.getLogger(__name__)
 
 _FLOATS = ("float16", "bfloat16", "float32")
 _ROWS = 1024
+# How codes were found, in what memory, and by which kernels they ran, as GPTQModel's
+# quantization/config.py and transformers have it: nothing of what the tensors mean.
+_OF_CALIBRATION = (
+    *("act_group_aware", "auto_forward_data_parallel", "backend", "batch_size"),
+    *("block_name_to_quantize", "cache_block_outputs", "calibrationless"),
+    *("damp_auto_increment", "damp_percent", "dataset", "dense_vram_strategy"),
+    *("dense_vram_strategy_devices", "device", "disable_exllama", "exllama_config"),
+    *("failsafe", "fallback", "foem", "gc_mode", "gptaq", "hessian", "hyb_act"),
+    *("max_input_length", "meta", "mock_quantization", "model_file_base_name"),
+    *("model_name_or_path", "model_seqlen", "modules_in_block_to_quantize"),
+    *("module_name_preceding_first_block", "modules_to_not_convert", "moe"),
+    *("moe_vram_strategy", "moe_vram_strategy_devices", "mse", "offload_to_disk"),
+    *("offload_to_disk_path", "pack_impl", "pad_token_id", "tokenizer"),
+    *("true_sequential", "uri", "use_cuda_fp16", "use_exllama", "vram_strategy"),
+    "wait_for_submodule_finalizers",
+)
+# Of AWQ and GPTQ alike.
+_OF_BOTH: dict[str, tuple[Any, ...]] = {
+    # A LoRA that is added to the products.
+    "adapter": (None, {}),
+    "desc_act": (True, False, None),
+    "dynamic": (None, {}),
+    "group_size": (),
+    "lm_head": (True, False, None),
+    "pack_dtype": ("int32", None),
+    "rotation": (None, False, ""),
+    "static_groups": (True, False, None),
+    "sym": (True, False, None),
+}
 # AWQ's places of neighbouring columns in an int32.
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 
@@ -307,9 +336,11 @@ class PackedScheme(QuantizationScheme):
         """Give each linear of integers that a kernel takes its method; the others get numbers.
 
         Raises:
-            ConfigError: only some parts of a merged linear are quantised, or a ``g_idx`` is wrong.
+            ConfigError: only some parts of a merged linear are quantised, the head is not though
+                the config says so, or a ``g_idx`` is wrong.
         """
         self._read_layouts(checkpoint)
+        self._refuse_bare_head(model, account)
         self._layouts = {}
         kept: set[str] = set()
         left: dict[str, str] = {}
@@ -393,6 +424,16 @@ class PackedScheme(QuantizationScheme):
                 f"{name} is merged of tensors of which some are quantised ({integers[0].name}) and "
                 f"some are not ({stray[0]}), though no skip list names these"
             )
+
+    def _refuse_bare_head(self, model: nn.Module, account: LoadAccount) -> None:
+        for name, head in model.named_modules() if (self.settings or {}).get("lm_head") else ():
+            sources = sorted(account.sources(head.weight)) if isinstance(head, LMHead) else []
+            stems = [source.removesuffix(".weight") for source in sources]
+            if stems and not any(stem in self._linears for stem in stems):
+                raise unsupported(
+                    f"lm_head is True, and {name} has no codes: there is no {stems[0]}."
+                    f"{self.codes_leaf}"
+                )
 
     def _skips(self, name: str) -> bool:
         return names_layer(self.settings or {}, name)
@@ -503,16 +544,17 @@ class AWQScheme(PackedScheme):
 
     codes_leaf = "qweight"
     known: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **_OF_BOTH,
         "bits": (4,),
         "w_bit": (4, None),
-        "version": ("gemm", "GEMM", None),
+        **dict.fromkeys(("version", "format", "checkpoint_format"), ("gemm", "GEMM", None)),
         "zero_point": (True, None),
-        "group_size": (),
         "quant_method": ("awq",),
+        "method": ("awq", None),
     }
     passed = (
-        *("backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse"),
-        *("modules_to_not_convert", "q_group_size"),
+        *_OF_CALIBRATION,
+        *("do_fuse", "fuse_max_seq_len", "modules_to_fuse", "q_group_size"),
     )
 
     @classmethod
@@ -552,38 +594,15 @@ class GPTQScheme(PackedScheme):
 
     codes_leaf = "qweight"
     known: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **_OF_BOTH,
         "bits": (4, 8),
         "checkpoint_format": ("gptq", "gptq_v2", None),
         "format": ("gptq", "gptq_v2", None),
-        "pack_dtype": ("int32", None),
         "is_marlin_format": (False, None),
-        "dynamic": (None, {}),
         "quant_method": ("gptq",),
         "method": ("gptq", None),
-        "group_size": (),
-        "rotation": (None, False, ""),
-        # A LoRA that is added to the products.
-        "adapter": (None, {}),
-        "desc_act": (True, False, None),
-        "lm_head": (True, False, None),
-        "static_groups": (True, False, None),
-        "sym": (True, False, None),
     }
-    # How the codes were found, and in what memory: GPTQModel's quantization/config.py.
-    passed = (
-        *("act_group_aware", "auto_forward_data_parallel", "backend", "batch_size"),
-        *("block_name_to_quantize", "cache_block_outputs", "calibrationless"),
-        *("damp_auto_increment", "damp_percent", "dataset", "dense_vram_strategy"),
-        *("dense_vram_strategy_devices", "device", "disable_exllama", "exllama_config"),
-        *("failsafe", "fallback", "foem", "gc_mode", "gptaq", "hessian", "hyb_act"),
-        *("max_input_length", "meta", "mock_quantization", "model_file_base_name"),
-        *("model_name_or_path", "model_seqlen", "modules_in_block_to_quantize"),
-        *("module_name_preceding_first_block", "modules_to_not_convert", "moe"),
-        *("moe_vram_strategy", "moe_vram_strategy_devices", "mse", "offload_to_disk"),
-        *("offload_to_disk_path", "pack_impl", "pad_token_id", "tokenizer"),
-        *("true_sequential", "uri", "use_cuda_fp16", "use_exllama", "vram_strategy"),
-        "wait_for_submodule_finalizers",
-    )
+    passed = _OF_CALIBRATION
 
     def __init__(self, name: str, settings: Mapping[str, Any] | None = None) -> None:
         super().__init__(name, settings)
@@ -600,21 +619,6 @@ class GPTQScheme(PackedScheme):
     def condition(cls, settings: Mapping[str, Any]) -> bool:
         """By the method's name."""
         return settings.get("quant_method") == "gptq"
-
-    def match(self, model: nn.Module, checkpoint: Checkpoint, account: LoadAccount) -> Any:
-        """As of all, and the head has codes if the config says so.
-
-        Raises:
-            ConfigError: it has none, or as of all.
-        """
-        for name, head in model.named_modules() if (self.settings or {}).get("lm_head") else ():
-            sources = sorted(account.sources(head.weight)) if isinstance(head, LMHead) else []
-            stems = [source.removesuffix(".weight") for source in sources]
-            if stems and not any(stem in self._linears for stem in stems):
-                raise unsupported(
-                    f"lm_head is True, and {name} has no codes: there is no {stems[0]}.qweight"
-                )
-        return super().match(model, checkpoint, account)
 
     @property
     def _groups_neighbours(self) -> bool:
