@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import struct
@@ -16,6 +17,7 @@ import torch
 from check_models import Model
 from checkpoint_files import write_llama_gguf
 from golden_fixtures import GOLDEN
+from packed_checkpoints import FORMATS
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
@@ -27,6 +29,7 @@ from engine_core.cli import app
 from engine_core.errors import CacheMemoryError, ConfigError, OptionError
 from engine_core.nn.quantization import Int4Scheme
 from engine_core.nn.quantization.facts import facts_of
+from engine_core.registry import build_registry
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "check-model.md"
 runner = CliRunner(env={"COLUMNS": "100"})
@@ -191,13 +194,93 @@ def test_what_is_known_of_a_quantisation_is_said(model: Model) -> None:
     loses, slower = ("quantization-loses", "warning", True), "quantization-slower"
     assert said("int4", None) == {loses, (slower, "info", False)}
     assert said("int8", None) == {(slower, "info", False)}
-    assert said("int4", "H100") == {loses, (slower, "warning", False)}
+    assert said("int4", "H100") == {loses, (slower, "info", False)}
     assert said("int8", "T4") == {(slower, "warning", False)}
-    assert said("fp8", None) == {(slower, "warning", False)}
+    assert said("int8", "H100") == {(slower, "info", False)}
+    assert said("fp8", None) == {loses, (slower, "warning", False)}
     assert said("fp8", "H100") == {loses}
     assert said("fp8", "L40S") == {loses, (slower, "warning", False)}
     wide = facts_of(Int4Scheme("int4"), torch.device("cpu"), 4096)
     assert not any(fact.loses for fact in wide)
+
+
+_INTEGERS = "compressed-tensors-int"
+
+
+def _settings(kind: str, **more: Any) -> dict[str, Any]:
+    """Those of one of the packers' checkpoints, its weights changed."""
+    settings: dict[str, Any] = copy.deepcopy(FORMATS[kind].settings)
+    if "config_groups" in settings:
+        settings["config_groups"]["group_0"]["weights"] |= more
+        return settings
+    return settings | more
+
+
+def _floats(inputs: bool, **weights: Any) -> dict[str, Any]:
+    given = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", **weights}
+    group = {
+        "targets": ["Linear"],
+        "weights": given,
+        "input_activations": given if inputs else None,
+    }
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
+def _exported(method: str) -> dict[str, Any]:
+    settings = _settings("compressed, zeros") | {"quant_method": method}
+    eight = _settings("compressed, 8 bits")["config_groups"]["group_0"]
+    settings["config_groups"]["vocabulary"] = eight | {"targets": ["lm_head"]}
+    return settings
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "on_cpu", "on_gpu", "slower"),
+    [
+        ("awq", _settings("awq"), "0.52", "0.52", "groups other than 128"),
+        ("awq", _settings("awq", group_size=128), "not measured", "not measured", "1.6 with 128"),
+        ("awq", _settings("awq of whole rows"), "0.81", "0.81", "groups other than 128"),
+        ("gptq", _settings("gptq"), "0.52", "0.52", "groups other than 128"),
+        ("gptq", _settings("gptq", group_size=128, desc_act=True), "not measured", "not measured",
+         "groups other than 128"),
+        ("gptq", _settings("gptq of 8 bits"), None, None, "not measured with 8 bits"),
+        (_INTEGERS, _settings("compressed"), "0.52", "0.52", "groups other than 128"),
+        (_INTEGERS, _settings("compressed", group_size=128), "not measured", "not measured",
+         "1.6 with 128"),
+        (_INTEGERS, _settings("compressed by rows"), "0.81", "0.81", "groups other than 128"),
+        (_INTEGERS, _settings("compressed, 8 bits"), None, None, "not measured with 8 bits"),
+        (_INTEGERS, _settings("int8 and activations"), None, "0.045", "activations are quantised"),
+        (_INTEGERS, _exported("compressed-tensors"), "0.060", "0.060", "groups other than 128"),
+        (_INTEGERS, _exported("engine-core"), None, None, "groups other than 128"),
+        ("fp8", {"quant_method": "fp8"}, "0.019, and 0.005", "0.031", None),
+        ("fp8", {"quant_method": "fp8", "weight_block_size": [128, 128]}, "0.019, and 0.005",
+         "0.019, and 0.004", None),
+        ("compressed-tensors", _floats(True), "0.019, and 0.005", "0.031", None),
+        ("compressed-tensors", _floats(False), "0.019, and 0.005", "0.019, and 0.004", None),
+    ],
+)  # fmt: skip
+def test_each_form_has_measurements_of_its_own(
+    name: str, settings: dict[str, Any], on_cpu: str | None, on_gpu: str | None, slower: str | None
+) -> None:
+    """Losses on a CPU and on an H200, and the time that the latter takes."""
+    scheme = build_registry().quantization_scheme(name, settings)
+    for device, loses in (("cpu", on_cpu), ("cuda", on_gpu)):
+        facts = list(facts_of(scheme, torch.device(device), 576, (9, 0)))
+        texts = [fact.text for fact in facts if fact.loses]
+        assert len(texts) == (loses is not None), texts
+        assert loses is None or loses in texts[0]
+        timed = [fact.text for fact in facts if not fact.loses and device == "cuda"]
+        assert len(timed) == (device == "cuda" and slower is not None), timed
+        assert not timed or (slower or "") in timed[0]
+        assert not any(f.loses for f in facts_of(scheme, torch.device(device), 4096, (9, 0)))
+
+
+def test_int4_at_load_has_the_times_of_its_groups() -> None:
+    """Those of 128 are of wide models alone."""
+    gpu = torch.device("cuda")
+    wide, narrow = ([f.text for f in facts_of(Int4Scheme("int4"), gpu, size, (9, 0)) if not f.loses]
+                    for size in (4096, 576))  # fmt: skip
+    assert "1.6 with 128" in wide[0]
+    assert "not measured" in narrow[0]
 
 
 def test_deterministic_is_judged_by_the_gpu_that_is_named(model: Model) -> None:
