@@ -291,6 +291,13 @@ def test_scales_that_are_none_are_named(tmp_path: Path, kind: str) -> None:
             assert said("input_scale", value) == {("error", (f"{GATE}input_scale",))}
 
 
+def other_scale(made: Made) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[GATE + "weight_scale"] = tensors.pop(GATE + made.leaf)
+
+    made.tensors(change)
+
+
 def half(made: Made) -> None:
     def change(tensors: dict[str, Tensor]) -> None:
         tensors[GATE + "weight"] = tensors[GATE + "weight"].float()
@@ -340,6 +347,11 @@ def inputs(**changes: Any) -> Callable[[Made], None]:
 BROKEN: Mapping[str, tuple[str, Callable[[Made], None], str]] = {
     "no scale": ("blocks", drop_scale, "there is no " + GATE + "weight_scale_inv"),
     "no scale of rows": ("channel", drop_scale, "there is no " + GATE + "weight_scale"),
+    "a scale of another name": (
+        "blocks",
+        other_scale,
+        f"there is no {GATE}weight_scale_inv, but a weight_scale, as no part beside it has",
+    ),
     "scales of another shape": ("channel", wrong_scale, GATE + "weight_scale: has shape [3, 5]"),
     "blocks of another shape": ("blocks", wrong_scale, "weight_scale_inv: has shape [3, 5]"),
     "half of the parts": ("tensor", half, "mlp.gate_up_proj is merged of tensors of which some"),

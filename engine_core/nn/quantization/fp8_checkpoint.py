@@ -418,12 +418,18 @@ class Fp8CheckpointScheme(QuantizationScheme):
             stem = source.removesuffix("weight")
             for leaf, held in found.items():
                 held += [headers[stem + leaf]] if stem + leaf in headers else []
-        scale = max(_SCALES, key=lambda leaf: len(found[leaf]))
+        # Of two parts with scales of different names the checkpoint's other layers say who is odd.
+        scale = max(
+            _SCALES,
+            key=lambda leaf: (len(found[leaf]), sum(each.endswith(f".{leaf}") for each in headers)),
+        )
         missing = [s for s in sorted(sources) if s.removesuffix("weight") + scale not in headers]
         if missing:
+            stem = missing[0].removesuffix("weight")
+            named = [leaf for leaf in _SCALES if stem + leaf in headers]
+            beside = f", but a {named[0]}, as no part beside it has" if named else ""
             raise unsupported(
-                f"{missing[0]} is {_E4M3} but has no scale: there is no "
-                f"{missing[0].removesuffix('weight')}{scale}"
+                f"{missing[0]} is {_E4M3} but has no scale: there is no {stem}{scale}{beside}"
             )
         # A single column of blocks has a scale of each row, too.
         blocks = any(len(held.shape) == 2 and held.shape[1] > 1 for held in found[scale])
