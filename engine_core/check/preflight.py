@@ -7,6 +7,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -249,8 +250,13 @@ class _Check:
 
     def _understand(self, registry: Registry, checkpoint: Checkpoint) -> None:
         device = self.device or torch.device("cpu")
+        option, self.scheme = self.scheme, None
         with self._collecting():
-            self.scheme = find_scheme(checkpoint, self.config, self.scheme, registry, device)
+            self.scheme = find_scheme(checkpoint, self.config, option, registry, device)
+        if self.scheme is None and option is not None:
+            # Tensors are judged as the checkpoint has them: the option is at fault already.
+            with suppress(EngineError):
+                self.scheme = find_scheme(checkpoint, self.config, None, registry, device)
         with self._collecting():
             self.model_config = read_config(registry, checkpoint, self.config.model_impl)
         if self.model_config is None:
@@ -424,7 +430,7 @@ class _Check:
                 self._add(_code(error), "error", str(error))
             if self.scheme is None or self.scheme.settings is None:
                 self._check_dtype(checkpoint, dtype)
-            elif self.account is not None:
+            if self.scheme is not None and self.scheme.cache_settings and self.account is not None:
                 with self._collecting():
                     self._check_scales(self.scheme, self.network, checkpoint)
                 for remark in self.scheme.remarks(checkpoint.headers):

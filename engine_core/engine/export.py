@@ -31,6 +31,7 @@ from engine_core.kernels.linear.groups import MIDDLE, unpack_codes
 from engine_core.kernels.row_codes import reference_quantize_rows
 from engine_core.nn.embedding import VocabularySplit
 from engine_core.nn.linear import Linear, UnquantizedLinearMethod
+from engine_core.nn.quantization import kv_scales
 from engine_core.nn.quantization.exported import form_shapes, pack_form, squared_error
 from engine_core.nn.quantization.packed import (
     CompressedIntegersScheme,
@@ -45,6 +46,8 @@ from engine_core.runtime.task import without_head
 from engine_core.step_context import BuildContext
 
 _SETTINGS = "quantization_config"
+# Of a checkpoint whose cache was calibrated, in the settings.
+_CACHE = "kv_cache_scheme"
 _E4M3 = "float8_e4m3fn"
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32,
@@ -121,13 +124,14 @@ def export_model(
     hf_config = checkpoint.hf_config.to_dict()
     plan = _Plan({})
     if wanted is not None:
-        if source.scheme is not None:
+        if source.scheme is not None and source.scheme.takes_weights:
             raise OptionError(
                 f"the weights of {model} are quantised already, by {source.scheme.name!r}; leave "
                 "quantization out"
             )
         plan = _plan(source, wanted)
-        hf_config[_SETTINGS] = _settings(plan, wanted)
+        cache = source.scheme and (source.scheme.cache_settings or {}).get(_CACHE)
+        hf_config[_SETTINGS] = _settings(plan, wanted) | ({_CACHE: cache} if cache else {})
     specs = [spec for header in checkpoint.headers.values() for spec in plan.specs(header)]
     if wanted is not None:
         _check_loads(source, hf_config, specs, wanted)
@@ -192,6 +196,7 @@ def _plan(source: ModelSource, wanted: str) -> _Plan:
         raise OptionError(f"quantization {wanted!r} of a decoder without its head cannot be "
                           "exported; leave it out")  # fmt: skip
     headers = source.checkpoint.headers
+    kv_scales.set_aside(model, headers, source.scheme)
     account = check_weights(model, source.checkpoint, source.name)
     plan, linears = _Plan({}), list[str]()
     for module in model.modules():

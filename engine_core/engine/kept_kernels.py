@@ -108,7 +108,7 @@ def _tensors(source: ModelSource) -> str | None:
     # A rehearsal leaves a file unconverted whose numbers the engine has on the disk.
     if checkpoint.gguf is not None and not scheme.converts_gguf:
         return _digest(json.dumps(sorted(checkpoint.gguf.block_types.items())))
-    if scheme.settings is None:  # quantised at load
+    if scheme.cache_settings is None:  # quantised at load
         return None
     held = sorted((each.name, each.dtype, each.shape) for each in checkpoint.headers.values())
     return _digest(json.dumps(held))

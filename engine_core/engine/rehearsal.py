@@ -258,7 +258,8 @@ def _opened(model: str, config: EngineConfig) -> Opened:
         if not (resolve_model(model, config.revision) / "config.json").is_file():
             raise
         opened = open_engine(model, config.replace(load_format="dummy"), convert=False)
-        if opened.source.scheme is not None and opened.source.scheme.settings is not None:
+        scheme = opened.source.scheme
+        if scheme is not None and scheme.cache_settings is not None:
             raise
         return opened
 

@@ -351,7 +351,7 @@ def find_kv_cache(
     Raises:
         ConfigError: the checkpoint asks for one that is not supported.
     """
-    asked = None if scheme is None else kv_scales.stated(scheme.settings)
+    asked = None if scheme is None else kv_scales.stated(scheme.cache_settings)
     if asked is None:
         return config.kv_cache_dtype, None
     says = "kv_cache_scheme of the checkpoint asks for a cache of e4m3"
@@ -416,6 +416,7 @@ def find_scheme(
 ) -> QuantizationScheme | None:
     """The scheme of a checkpoint that a tool quantised, else the one that the option asks for.
 
+    The latter also where a tool quantised the cache alone: it has its settings for that then.
     Without either the one that :func:`keeps_blocks` of a GGUF file.
 
     Raises:
@@ -441,14 +442,26 @@ def find_scheme(
             "read; take the model's unquantised checkpoint or a GGUF file of it",
             code=ErrorCode.QUANTIZATION,
         )
-    if option is not None and option.name != name:
+    other = option is not None and option.name != name
+    if option is not None and other and not _weights_are_plain(registry, name, settings):
         raise OptionError(
             f"quantization {option.name!r} is asked for, but the checkpoint's weights are "
             f"quantised by {name!r} ({key} says {method!r}); leave quantization out"
         )
+    if option is not None and other:
+        option.cache_settings = settings
+        return option
     scheme = registry.quantization_scheme(name, settings)
     scheme.check_device(device)
     return scheme
+
+
+def _weights_are_plain(registry: Registry, name: str, settings: Any) -> bool:
+    """Whether a checkpoint's cache alone is quantised, so that an option may quantise the rest."""
+    try:
+        return not registry.quantization_scheme(name, settings).takes_weights
+    except ConfigError:  # What the config says of the weights cannot be read.
+        return False
 
 
 def read_config(registry: Registry, checkpoint: Checkpoint, impl: ModelImpl) -> ModelConfig:

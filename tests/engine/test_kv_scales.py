@@ -237,6 +237,31 @@ def test_older_checkpoints_of_fp8(tmp_path: Path) -> None:
     assert distance(computed(silent), asked) > 1e-3
 
 
+def test_weights_may_be_quantised_beside_them(tmp_path: Path) -> None:
+    """At load and in a file: the tool quantised the cache alone."""
+    made = calibrated(tmp_path / "model")
+    base = {"skip_tokenizer_init": True, "max_model_len": 160}
+    for quantization in ("int4", "int8", "fp8"):
+        report = check_model(made, EngineConfig(quantization=quantization, **base))
+        assert not report.errors, report
+        assert report.memory is not None
+        assert report.memory.groups[0].dtype == "float8_e4m3fn"
+    eight = computed(made, quantization="int8")
+    assert distance(computed(made), eight) < 0.05
+    # Of a cache with scales of tokens; these cut some numbers.
+    other = computed(GOLDEN / NAME, quantization="int8", kv_cache_dtype="fp8")
+    assert distance(eight, other) > 1e-3
+    out = tmp_path / "out.safetensors"
+    export_model(str(made), out, EngineConfig(quantization="fp8"))
+    assert distance(computed(out), computed(made, quantization="fp8")) == 0
+
+
+def test_a_scale_that_is_none_is_named_beside_an_option(tmp_path: Path) -> None:
+    made = calibrated(tmp_path / "it", **with_value("k_scale", torch.tensor(-1.0)))
+    settings = EngineConfig(skip_tokenizer_init=True, max_model_len=160, quantization="int4")
+    assert [each.code for each in check_model(made, settings).errors] == ["scales-wrong"]
+
+
 def test_where_they_are_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = calibrated(tmp_path / "dynamic", scheme=SCHEME | {"dynamic": True})
     dynamic = computed(GOLDEN / NAME, kv_cache_dtype="fp8")

@@ -715,6 +715,17 @@ def test_the_deep_check_compares_their_numbers(tmp_path: Path, kind: str) -> Non
     assert (cost.num_prompts, cost.num_tokens, cost.texts) == (2, 96, False)
 
 
+def test_an_option_over_quantised_weights_is_one_error(tmp_path: Path) -> None:
+    """The tensors belong to the model, and are not said to be strangers."""
+    it = Made(tmp_path, "awq")
+    out = tmp_path / "out.safetensors"
+    export_model(str(it.plain), out, EngineConfig(quantization="int4"))
+    for model, option in ((it.packed, "int4"), (it.packed, "fp8"), (out, "int8")):
+        [problem] = check_model(model, EngineConfig(quantization=option, **BASE)).errors
+        assert problem.code == "option-invalid"
+        assert f"quantization {option!r} is asked for, but" in problem.message
+
+
 def test_options_that_do_not_fit(tmp_path: Path) -> None:
     it = Made(tmp_path, "awq")
     with pytest.raises(OptionError, match="quantised by 'awq'"):

@@ -61,7 +61,7 @@ def set_aside(
 
     Only of a checkpoint that a tool quantised. :func:`place` says which of them are used.
     """
-    if scheme is None or scheme.settings is None:
+    if scheme is None or scheme.cache_settings is None:
         return
     own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     names = [name for name in headers if _which(name) is not None and name not in own]
@@ -99,8 +99,8 @@ def place(
             not both; or one is no single number.
     """
     routes: dict[str, _Route] = getattr(model, _ROUTES, {})
-    expected = scheme is not None and stated(scheme.settings) == "static"
-    dynamic = scheme is not None and stated(scheme.settings) == "dynamic"
+    expected = scheme is not None and stated(scheme.cache_settings) == "static"
+    dynamic = scheme is not None and stated(scheme.cache_settings) == "dynamic"
     layers = {
         name: module
         for name, module in model.named_modules()

@@ -39,6 +39,8 @@ class QuantizationScheme:
             goes on with it.
         name: as in the hook.
         settings: the checkpoint's ``quantization_config``; None if the option asked for it.
+        cache_settings: that which may say how the cache is scaled: the same, or, where the option
+            asked for it, that of a checkpoint whose cache alone is quantised.
     """
 
     converts_gguf: ClassVar[bool] = True
@@ -47,7 +49,7 @@ class QuantizationScheme:
     def __init__(self, name: str, settings: Mapping[str, Any] | None = None) -> None:
         """Raise a :class:`ConfigError` for settings that are not supported."""
         self.name = name
-        self.settings = settings
+        self.settings = self.cache_settings = settings
 
     @property
     def takes_weights(self) -> bool:
