@@ -455,5 +455,7 @@ def test_options_that_do_not_fit(tmp_path: Path) -> None:
         LLM(str(made.quantised), EngineConfig(quantization="fp8", **BASE))
     with pytest.raises(OptionError, match="or take 'fp8', which quantises any"):
         LLM(str(made.plain), EngineConfig(quantization="compressed-tensors", **BASE))
+    named = EngineConfig(quantization="compressed-tensors", **BASE)
+    assert not check_model(made.quantised, named).errors
     with pytest.raises(OptionError, match="load_format 'dummy' has no tensors"):
         LLM(str(made.quantised), EngineConfig(load_format="dummy", **BASE))

@@ -42,6 +42,7 @@ _E4M3 = "float8_e4m3fn"
 _NUMBERS = ("float16", "bfloat16", "float32", "float64")
 _BLOCK = 128
 _SCALES = ("weight_scale", "weight_scale_inv")
+_SETTINGS_KEYS = ("quantization_config", "compression_config")
 _SKIP_LISTS = ("ignore", "modules_to_not_convert", "ignored_layers")
 _INPUT_SCALES = ("input_scale", "activation_scale")
 
@@ -334,6 +335,8 @@ class Fp8CheckpointScheme(QuantizationScheme):
 
     def check_checkpoint(self, checkpoint: Checkpoint, model: str) -> None:
         """The option alone quantises nothing."""
+        if any(checkpoint.hf_config.get(key) for key in _SETTINGS_KEYS):
+            return
         raise OptionError(
             f"quantization {self.name!r} is for checkpoints that are quantised so, and {model} is "
             "not; leave it out, or take 'fp8', which quantises any checkpoint"
