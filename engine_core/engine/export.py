@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,14 +42,19 @@ from engine_core.nn.quantization.packed import (
 from engine_core.nn.quantization.scale_values import refused, wrong_scales
 from engine_core.registry import build_registry
 from engine_core.runtime.loader import build_on_meta, check_weights, match_weights
-from engine_core.runtime.source import UNPACKED, ModelSource, check_unpacked, open_model
+from engine_core.runtime.source import (
+    QUANTIZATION_KEYS,
+    UNPACKED,
+    ModelSource,
+    check_unpacked,
+    open_model,
+)
 from engine_core.runtime.task import without_head
 from engine_core.step_context import BuildContext
 
 _SETTINGS = "quantization_config"
 # Of a checkpoint whose cache was calibrated, in the settings.
 _CACHE = "kv_cache_scheme"
-_E4M3 = "float8_e4m3fn"
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32,
          "dynamic": False}  # fmt: skip
@@ -329,9 +335,11 @@ def import_model(path: Path, folder: Path, *, dequantize: bool = False) -> Expor
         dequantize: whether all codes become numbers, of the dtype that the config states.
 
     Raises:
-        OptionError: ``folder`` is not empty, or codes cannot be made numbers.
+        OptionError: ``path`` is no such file, ``folder`` is not empty, or codes cannot be made
+            numbers.
         CheckpointError: the file is damaged, or the folder cannot be written.
     """
+    _refuse_other_models(path)
     opened = OneFile(path)
     changed = opened.changed()
     if changed:
@@ -340,18 +348,26 @@ def import_model(path: Path, folder: Path, *, dequantize: bool = False) -> Expor
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise OptionError(f"{folder} is there already and not empty; name another folder")
     hf_config: dict[str, Any] = json.loads(opened.files["config.json"])
-    settings: dict[str, Any] = hf_config.get(_SETTINGS) or {}
-    if dequantize and settings and opened.scheme is None:
-        raise OptionError(f"{path}: its weights were quantised by {settings.get('quant_method')!r} "
-                          "before the export, and stay so; leave --dequantize out")  # fmt: skip
+    key = next((key for key in QUANTIZATION_KEYS if hf_config.get(key)), _SETTINGS)
+    settings: dict[str, Any] = hf_config.get(key) or {}
     if settings.get("quant_method") == "engine-core" and not dequantize:
         raise OptionError(f"{path}: its zeros of bfloat16 are known to this engine alone, because "
                           "its weights had 4 bits before; give --dequantize")  # fmt: skip
     dtype = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16")
-    specs, tensors = _imported(opened, settings, dtype, dequantize)
-    if dequantize:
-        hf_config.pop(_SETTINGS, None)
-    elif opened.scheme is not None:
+    if dequantize and settings:
+        specs, tensors = _numbers(opened, settings, dtype)
+        del hf_config[key]
+        if settings.get(_CACHE):
+            hf_config[_SETTINGS] = {
+                "quant_method": "compressed-tensors",
+                "format": "dense",
+                "config_groups": {},
+                _CACHE: settings[_CACHE],
+                "ignore": [],
+            }
+    else:
+        specs, tensors = _imported(opened, settings, dtype)
+    if not dequantize and opened.scheme is not None:
         vocabulary = settings["config_groups"].pop("vocabulary", {"targets": []})["targets"]
         # A head that shares the embedding's numbers is a linear to others.
         settings["format"] = settings["config_groups"]["group_0"]["format"] = (
@@ -373,24 +389,78 @@ def import_model(path: Path, folder: Path, *, dequantize: bool = False) -> Expor
                     opened.scheme is not None and not dequantize, ())  # fmt: skip
 
 
-def _imported(
-    opened: OneFile, settings: Mapping[str, Any], dtype: str, dequantize: bool
+def _refuse_other_models(path: Path) -> None:
+    what = "a folder" if path.is_dir() else None
+    if path.is_file():
+        with suppress(OSError), path.open("rb") as file:
+            what = "a GGUF file" if file.read(4) == b"GGUF" else None
+    if what is not None:
+        raise OptionError(
+            f"{path} is {what}, and 'engine-core import' takes a file that 'engine-core export' "
+            f"wrote; run 'engine-core export {path} OUT.safetensors' first"
+        )
+
+
+class _Codes:
+    """The tensors of a file, as those of a checkpoint."""
+
+    def __init__(self, opened: OneFile) -> None:
+        self.headers = opened.weights.headers
+        self.weights = opened.weights.tensors
+
+
+def _numbers(
+    opened: OneFile, settings: Mapping[str, Any], dtype: str
 ) -> tuple[list[Spec], Iterator[tuple[str, Tensor]]]:
-    """The tensors of the folder, which are made one by one."""
+    """The tensors of a folder without codes, which are made one by one.
+
+    Raises:
+        OptionError: no scheme gives the numbers.
+    """
+    registry, source = build_registry(), _Codes(opened)
+    name = registry.recognise_quantization(settings)
+    scheme = None if name is None else registry.quantization_scheme(name, settings)
+    found: Any = source
+    if scheme is None or scheme.takes_weights:
+        found = None if scheme is None else scheme.numbers(source)
+    if found is None:
+        raise OptionError(
+            f"{opened.weights.path}: quantization {name or settings.get('quant_method')!r} does "
+            "not give the numbers that its codes stand for; leave --dequantize out"
+        )
+    # Without a config that says so, nobody takes scales of a cache.
+    left = [each for each in found.headers if kv_scales.is_scale(each) and not settings.get(_CACHE)]
+    headers = {each: header for each, header in found.headers.items() if each not in left}
+    kinds = {
+        each: header.dtype
+        if each in source.headers and source.headers[each].dtype == header.dtype
+        else dtype
+        for each, header in headers.items()
+    }
+    return [(each, kinds[each], header.shape) for each, header in headers.items()], (
+        (each, tensor.to(getattr(torch, kinds[each]), copy=True))
+        for each, tensor in found.weights()
+        if each in kinds
+    )
+
+
+def _imported(
+    opened: OneFile, settings: Mapping[str, Any], dtype: str
+) -> tuple[list[Spec], Iterator[tuple[str, Tensor]]]:
+    """The tensors of a folder of codes, likewise."""
     source, linears = opened.weights, dict[str, Integers]()
     if opened.scheme in ("int4", "int8"):
         scheme = CompressedIntegersScheme(opened.scheme, settings)
         linears = {linear.name: linear for linear in scheme.linears(source.headers)}
     vocabulary = settings.get("config_groups", {}).get("vocabulary", {"targets": []})["targets"]
-    kept = frozenset() if dequantize else frozenset(linears).difference(vocabulary)
-    is_fp8 = opened.scheme == "fp8" and dequantize
+    kept = frozenset(linears).difference(vocabulary)
 
     def spec(name: str, header: Any) -> Spec:
         stem, _, leaf = name.rpartition(".")
         if stem in linears and leaf in _INTEGERS:
             shape = linears[stem].shape if leaf == "weight" else header.shape
             return name, "int8" if stem in kept else dtype, shape
-        return name, dtype if is_fp8 and header.dtype == _E4M3 else header.dtype, header.shape
+        return name, header.dtype, header.shape
 
     def made(name: str, tensor: Tensor) -> Tensor:
         stem, _, leaf = name.rpartition(".")
@@ -402,14 +472,6 @@ def _imported(
         codes = unpack_codes(tensor, bits) if leaf == "weight" else tensor
         return codes.view(torch.int8) - MIDDLE[bits]
 
-    if is_fp8:
-        held = dict(source.tensors())
-        scales = {name: f"{name}_scale" for name in held if source.headers[name].dtype == _E4M3}
-        specs = [spec(*each) for each in source.headers.items() if each[0] not in scales.values()]
-        return specs, (
-            (name, (held[name].float() * held[scales[name]]).to(getattr(torch, dtype)))
-            if name in scales else (name, held[name].clone()) for name, _, _ in specs
-        )  # fmt: skip
     packed = PackedCheckpoint(source, linears, scheme.read if linears else None, kept)
     tensors = packed.convert(source.tensors())
     return [spec(*each) for each in packed.headers.items()], (

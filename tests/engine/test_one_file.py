@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import packed_checkpoints
 import pytest
 import torch
 from damaged_checkpoints import sign, write_good
@@ -250,6 +251,79 @@ def test_numbers_of_codes_are_imported(quantization: str, tmp_path: Path) -> Non
     if quantization == "int4":
         for stem, expected in numbers_of(file).items():
             torch.testing.assert_close(numbers[f"{stem}.weight"], torch.from_numpy(expected))
+
+
+TOOLS = ["awq", "gptq, act-order", "gptq of 8 bits", "compressed, zeros", "int8 and activations"]
+
+
+@pytest.mark.parametrize("kind", [*TOOLS, "fp8"])
+def test_numbers_of_a_tools_codes_are_imported(kind: str, tmp_path: Path) -> None:
+    """Those that the packer rounded to, and no scales of a cache that nobody takes."""
+    source, out, folder = tmp_path / "source", tmp_path / "out.safetensors", tmp_path / "folder"
+    if kind == "fp8":
+        held, wanted, settings = e4m3_rows(packed_checkpoints.llama())
+    else:
+        form = packed_checkpoints.FORMATS[kind]
+        held, wanted = packed_checkpoints.packed(
+            packed_checkpoints.llama(), form, lambda name: "lm_head" in name
+        )
+        settings = form.settings
+    packed_checkpoints.write(
+        source, held | {"model.layers.0.self_attn.k_scale": torch.tensor(0.5)}, settings
+    )
+    export_model(str(source), out)
+    made = import_model(out, folder, dequantize=True)
+    assert not made.quantized
+    found = load_file(folder / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    for name, numbers in wanted.items():
+        torch.testing.assert_close(found[name], numbers, rtol=1e-6, atol=0)
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    assert not check_model(folder, EngineConfig(**IDS | {"max_model_len": 64})).errors
+
+
+def e4m3_rows(
+    tensors: dict[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
+    held, plain = dict(tensors), dict(tensors)
+    for name, weight in tensors.items():
+        if "proj" in name:
+            scale = weight.abs().amax(1, keepdim=True) / 448
+            held[name] = (weight / scale).to(torch.float8_e4m3fn)
+            held[f"{name}_scale"] = scale
+            plain[name] = held[name].float() * scale
+    given = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+    group = {"targets": ["Linear"], "weights": given, "input_activations": None}
+    settings = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": []}
+    return held, plain, settings | {"config_groups": {"group_0": group}}
+
+
+def test_a_calibrated_cache_outlives_its_codes(tmp_path: Path) -> None:
+    source, out, folder = tmp_path / "source", tmp_path / "out.safetensors", tmp_path / "folder"
+    held, _, settings = e4m3_rows(packed_checkpoints.llama())
+    scales = {
+        f"model.layers.{layer}.self_attn.{leaf}": torch.tensor(0.02)
+        for layer in (0, 1)
+        for leaf in ("k_scale", "v_scale")
+    }
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    packed_checkpoints.write(source, held | scales, settings | {"kv_cache_scheme": cache})
+    export_model(str(source), out)
+    import_model(out, folder, dequantize=True)
+    report = check_model(folder, EngineConfig(**IDS | {"max_model_len": 64}))
+    assert not report.errors
+    assert report.memory is not None
+    assert report.memory.groups[0].dtype == "float8_e4m3fn"
+    assert scales.keys() <= load_file(folder / "model.safetensors").keys()
+
+
+def test_what_is_no_exported_file_is_not_imported(tmp_path: Path) -> None:
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(b"GGUF" + bytes(64))
+    for path, what in ((gguf, "a GGUF file"), (GOLDEN / NAME, "a folder")):
+        words = f"{path} is {what}, and .*run 'engine-core export {path} OUT.safetensors' first"
+        with pytest.raises(OptionError, match=words):
+            import_model(path, tmp_path / "folder")
 
 
 @pytest.mark.parametrize("name", [NAME, "qwen2-gqa"])

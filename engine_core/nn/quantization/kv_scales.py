@@ -68,6 +68,11 @@ def set_aside(
     setattr(model, _ROUTES, dict.fromkeys(names))
 
 
+def is_scale(name: str) -> bool:
+    """Whether a tensor's name is that of a scale of keys, values or queries."""
+    return _which(name) is not None
+
+
 def _which(name: str) -> tuple[str, tuple[str, ...]] | None:
     """The attention that a scale is of, and its parameters that the scale is for."""
     found = _NAME.fullmatch(name)
