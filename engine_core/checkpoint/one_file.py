@@ -14,10 +14,13 @@ import base64
 import binascii
 import hashlib
 import json
+import os
 import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +49,7 @@ _TOKENIZER = "tokenizer.json"
 # A name, or one in a folder; nothing that leads anywhere else.
 _NAME = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*", re.ASCII)
 _PIECE_BYTES = 16 * 2**20
+_TEMPORARY = ".tmp"
 
 # The files of a checkpoint's folder that its config, tokenizer and processors are read from.
 FILES = (
@@ -280,14 +284,32 @@ def check_target(path: Path, force: bool) -> None:
         raise OptionError(f"{path.absolute().parent} is no folder; make it first")
 
 
-def write_whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Have a file or folder written beside its place, and move it there when it is complete.
+def write_whole(path: Path, write: Callable[[Path], None], *, folder: bool = False) -> None:
+    """Have a file or folder filled beside its place, and move it there when it is complete.
+
+    What killed processes left of the same name goes first.
+
+    Args:
+        path: its place.
+        write: fills it where it is told, an empty file or folder.
+        folder: whether it is a folder.
 
     Raises:
         CheckpointError: it cannot be written; nothing of it is left.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    stem = f".{path.name}.{_boot()}-{secrets.token_hex(4)}"
+    made, temporary = (path.with_name(stem + suffix) for suffix in (".new", _TEMPORARY))
+    held = None
     try:
+        _remove_left(path)
+        if folder:
+            made.mkdir()
+        else:
+            made.touch()
+        # Others take what has its name without a lock for a dead process's.
+        held = os.open(made, os.O_RDONLY)
+        _lock(held)
+        made.replace(temporary)
         write(temporary)
         temporary.replace(path)
     except OSError as error:
@@ -295,6 +317,58 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
             f"{path} cannot be written: {error.strerror or error}; nothing of it was left"
         ) from error
     finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-        temporary.unlink(missing_ok=True)
+        _remove(made)
+        _remove(temporary)
+        if held is not None:
+            os.close(held)
+
+
+def _remove_left(path: Path) -> None:
+    """Remove what processes that were killed left of ``path``, of this start of the machine.
+
+    Locks of another machine, or of a program that makes none, are not seen: theirs stay.
+    """
+    if not _boot():
+        return
+    name = re.compile(rf"\.{re.escape(path.name)}\.{_boot()}-[0-9a-f]{{8}}{re.escape(_TEMPORARY)}")
+    found: list[Path] = []
+    with suppress(OSError):
+        found += path.absolute().parent.iterdir()
+    for left in found:
+        if name.fullmatch(left.name) is None:
+            continue
+        with suppress(OSError):
+            held = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                if _lock(held):
+                    _remove(left)
+            finally:
+                os.close(held)
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock a file or folder until it is closed; whether it was free."""
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # Somebody has it, or the file system has no locks.
+        return False
+    return True
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@cache
+def _boot() -> str:
+    """A name of this start of this machine; "" if the system gives none."""
+    try:
+        text = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        return ""
+    return hashlib.sha256(text).hexdigest()[:12]

@@ -376,7 +376,6 @@ def import_model(path: Path, folder: Path, *, dequantize: bool = False) -> Expor
         settings["ignore"] = [*dict.fromkeys((*settings["ignore"], *vocabulary, "lm_head"))]
 
     def write(temporary: Path) -> None:
-        temporary.mkdir()
         opened.write_files(temporary)
         (temporary / "config.json").write_bytes(_json(hf_config))
         with SafetensorsWriter(temporary / "model.safetensors", specs) as writer:
@@ -384,7 +383,7 @@ def import_model(path: Path, folder: Path, *, dequantize: bool = False) -> Expor
                 writer.write(name, tensor_bytes(tensor))
 
     with torch.inference_mode():
-        write_whole(folder, write)
+        write_whole(folder, write, folder=True)
     return Exported(folder, (folder / "model.safetensors").stat().st_size, len(specs),
                     opened.scheme is not None and not dequantize, ())  # fmt: skip
 

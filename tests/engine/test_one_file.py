@@ -6,6 +6,8 @@ import json
 import resource
 import shutil
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from stories15m import write_stories15m
 from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.check import check_model
 from engine_core.checkpoint import open_checkpoint
+from engine_core.checkpoint.one_file import write_whole
 from engine_core.engine.export import export_model, import_model
 from engine_core.errors import CheckpointError, ConfigError, CorruptCheckpointError, OptionError
 from engine_core.kernels import GroupWeight
@@ -432,6 +435,47 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not [each for each in tmp_path.iterdir() if "out" in each.name]
+
+
+DIES = """
+import os, signal, sys
+from pathlib import Path
+from engine_core.checkpoint.one_file import write_whole
+
+def write(temporary):
+    at = temporary / "a" if sys.argv[2] else temporary
+    at.write_bytes(b"half")
+    print(temporary.name, flush=True)
+    sys.stdin.readline()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+write_whole(Path(sys.argv[1]), write, folder=bool(sys.argv[2]))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/sys/kernel/random/boot_id").exists(), reason="not Linux")
+@pytest.mark.parametrize("folder", ["", "folder"])
+def test_what_a_killed_process_left_is_removed_by_the_next(folder: str, tmp_path: Path) -> None:
+    """Not while it runs, and nothing of other names."""
+    path = tmp_path / "out[1].safetensors"
+    other = tmp_path / ".out[1].safetensors.0123456789ab-01234567.tmp"
+    other.touch()
+
+    def fill(temporary: Path) -> None:
+        (temporary / "a" if folder else temporary).write_bytes(b"whole")
+
+    command = [sys.executable, "-c", DIES, str(path), folder]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        left = tmp_path / process.stdout.readline().decode().strip()
+        write_whole(path, fill, folder=bool(folder))
+        assert left.exists()
+        process.communicate(b"\n")
+    assert left.exists()
+    if folder:
+        shutil.rmtree(path)
+    write_whole(path, fill, folder=bool(folder))
+    assert {each.name for each in tmp_path.iterdir()} == {path.name, other.name}
 
 
 def header_of(file: Path) -> tuple[dict[str, Any], bytes]:
