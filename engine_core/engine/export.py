@@ -256,7 +256,8 @@ def _settings(plan: _Plan, wanted: str) -> dict[str, Any]:
     """``quantization_config`` as compressed-tensors has it, as far as it does."""
     form, weights, inputs = _GROUPS[wanted]
     zeros = "int4-zeros" in plan.forms.values()
-    names = [name.removesuffix(".weight") for name in plan.vocabulary]
+    # A tied head has the embedding's.
+    names = [*dict.fromkeys(name.removesuffix(".weight") for name in plan.vocabulary)]
     groups = {"group_0": (["Linear"], form, weights, inputs)}
     if names:
         groups["vocabulary"] = (names, "int-quantized", _INT8, None)

@@ -101,6 +101,14 @@ def numbers_of(file: Path) -> dict[str, np.ndarray]:
     return found
 
 
+def test_a_tied_head_is_named_once(tmp_path: Path) -> None:
+    file = exported(tmp_path, "qwen2-tied-nowindow", "int8")
+    with safe_open(file, "pt") as opened:
+        config = json.loads(opened.metadata()["file:config.json"])
+    groups = config["quantization_config"]["config_groups"]
+    assert groups["vocabulary"]["targets"] == ["model.embed_tokens"]
+
+
 def test_four_bits_are_pack_quantized(tmp_path: Path) -> None:
     file = exported(tmp_path, NAME, "int4")
     numbers, source = numbers_of(file), load_file(GOLDEN / NAME / "model.safetensors")
