@@ -88,6 +88,7 @@ from engine_core.runtime.source import (
     check_deterministic,
     check_kv_cache,
     check_revision,
+    could_keep_blocks,
     find_kv_cache,
     find_scheme,
     media_limits,
@@ -270,6 +271,11 @@ class _Check:
                 code = "quantization-loses" if fact.loses else "quantization-slower"
                 text = f"quantization {self.scheme.name!r}: {fact.text}"
                 self._add(code, "warning" if fact.severe else "info", text)
+        could = could_keep_blocks(
+            checkpoint, self.config, device, None if self.gpu is None else self.gpu.capability
+        )
+        if could is not None:
+            self._add("blocks-unpacked", "info", could)
         with self._collecting():
             self.model_class = registry.model_class(self.model_config.architecture)
             self.generates = False  # as far as is known, where the task itself is at fault

@@ -15,6 +15,8 @@ HINTS = {
     "architecture-ambiguous": "Uninstall one of the plugins, or say which in a custom_module_map.",
     "architecture-unknown": "Install the plugin of this family; 'engine-core plugins' lists what "
     "is there.",
+    "blocks-unpacked": "Set quantization='gguf', and measure with 'engine-core bench' which does "
+    "better.",
     "chat-template-failed": "Completions work; try a chat with the roles that the template wants.",
     "chat-template-invalid": "Completions work; for chats pass a chat_template of your own.",
     "chat-template-missing": "Completions work; for chats pass a chat_template of your own.",

@@ -24,6 +24,7 @@ from engine_core.errors import (
     UnknownArchitectureError,
 )
 from engine_core.inputs import check_media_options
+from engine_core.kernels import gpu_of
 from engine_core.kernels.block_linear import is_fast
 from engine_core.nn.quantization import QuantizationScheme, kv_scales
 from engine_core.nn.quantization.facts import facts_of
@@ -262,11 +263,14 @@ def open_files(
             hf_overrides=config.hf_overrides,
         )
         plain = convert and (scheme is None or scheme.converts_gguf)
-        # Only these may keep blocks; the file has to be looked at before it is unpacked.
-        choice = plain and device.type == "cpu" and config.quantization is None
+        # Blocks may be kept, or could be; the file has to be looked at before it is unpacked.
+        choice = plain and config.quantization is None
         checkpoint = opened(convert=plain and not choice)
         if choice and checkpoint.gguf and not keeps_blocks(checkpoint, config, device):
-            if checkpoint.gguf.block_types:
+            could = could_keep_blocks(checkpoint, config, device)
+            if could is not None:
+                logger.info("%s: %s", path, could)
+            elif checkpoint.gguf.block_types and device.type == "cpu":
                 logger.warning("%s is unpacked: to keep its blocks, which take less memory, needs "
                                "'engine-core-llm[cpu]' and a CPU with AVX2", path)  # fmt: skip
             checkpoint = opened(convert=True)
@@ -303,6 +307,30 @@ def keeps_blocks(checkpoint: Checkpoint, config: EngineConfig, device: torch.dev
     if config.quantization is not None or checkpoint.gguf is None or device.type != "cpu":
         return False
     return is_fast() and bool(checkpoint.gguf.block_types)
+
+
+def could_keep_blocks(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    device: torch.device,
+    capability: tuple[int, int] | None = None,
+) -> str | None:
+    """Advice on how a GPU keeps the blocks of a GGUF file; None if it has no kernels for them.
+
+    ``capability`` is that of :func:`check_deterministic`.
+    """
+    if config.quantization is not None or checkpoint.gguf is None or device.type != "cuda":
+        return None
+    if capability is None:
+        gpu = gpu_of(device) if torch.cuda.is_available() else None
+        capability = (0, 0) if gpu is None else gpu.capability
+    types = sorted(set(checkpoint.gguf.block_types.values()))
+    if not types or capability < (8, 0):
+        return None
+    return (
+        f"blocks ({', '.join(types)}) are unpacked on a GPU; quantization='gguf' would keep them, "
+        "which takes less memory, and longer in steps of many tokens"
+    )
 
 
 def check_deterministic(

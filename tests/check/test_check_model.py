@@ -553,9 +553,16 @@ def test_blocks_are_planned_as_they_are(smollm2_gguf: Path, cache_home: Path) ->
     assert report.memory.weights_bytes == blocks + padding + 2 * norms
     assert report.weights is not None
     assert report.weights.kept == {"Q8_0": 1, "Q4_1": 7 * layers}
+    assert "blocks-unpacked" not in {problem.code for problem in report.problems}
     report = check_model(smollm2_gguf, gpu="H100")
     assert report.weights is not None
     assert report.weights.kept == {}
+    [could] = [each for each in report.problems if each.code == "blocks-unpacked"]
+    assert could.severity == "info"
+    assert "blocks (Q4_1, Q8_0) are unpacked on a GPU; quantization='gguf' would" in could.message
+    for config, gpu in ((EngineConfig(), "T4"), (EngineConfig(quantization="unpacked"), "H100")):
+        report = check_model(smollm2_gguf, config, gpu=gpu)
+        assert "blocks-unpacked" not in {problem.code for problem in report.problems}
 
     report = check_model(smollm2_gguf, EngineConfig(quantization="unpacked", dtype="bfloat16"))
     assert report.memory is not None

@@ -19,6 +19,7 @@ from engine_core.engine import kept_kernels
 from engine_core.kernels import GPU, GroupWeight
 from engine_core.nn.quantization import BlockMatrix
 from engine_core.registry import build_registry
+from engine_core.runtime import source
 from engine_core.runtime.loader import build_on_meta, load_weights, match_weights
 from engine_core.runtime.packing import weight_bytes
 from engine_core.step_context import BuildContext
@@ -55,6 +56,24 @@ def logits(model: torch.nn.Module) -> Tensor:
     tiny = TinyModel(model, None)
     sequences = [tiny.sequence([1, 5, 9, 80, 7, 7, 3], 7)]
     return torch.cat(tiny.run(sequences, [[(0, 0, 7)]]).logits)
+
+
+def test_a_gpus_start_says_what_keeps_blocks(
+    mixed: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line, and the file is unpacked."""
+    monkeypatch.setattr(source, "gpu_of", lambda device: GPU.of_capability((9, 0)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    registry, config = build_registry(), EngineConfig(dtype="bfloat16")
+    with caplog.at_level(logging.INFO, "engine_core.runtime.source"):
+        checkpoint = source.open_files(str(mixed), config, registry, CUDA)
+        assert checkpoint.gguf is None
+        [line] = [each.message for each in caplog.records if "unpacked" in each.message]
+        assert "quantization='gguf' would keep them" in line
+        caplog.clear()
+        unpacked = config.replace(quantization="unpacked")
+        source.open_files(str(mixed), unpacked, registry, CUDA)
+    assert not [each for each in caplog.records if "quantization" in each.message]
 
 
 def test_blocks_in_a_gpus_layout_are_the_numbers(
