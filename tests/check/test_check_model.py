@@ -218,10 +218,11 @@ def _settings(kind: str, **more: Any) -> dict[str, Any]:
 
 def _floats(inputs: bool, **weights: Any) -> dict[str, Any]:
     given = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", **weights}
+    tokens = given | {"strategy": "token", "dynamic": True}
     group = {
         "targets": ["Linear"],
         "weights": given,
-        "input_activations": given if inputs else None,
+        "input_activations": tokens if inputs else None,
     }
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
 
