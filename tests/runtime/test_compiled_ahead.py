@@ -605,7 +605,7 @@ def test_a_start_knows_before_it_imports_triton_whether_kernels_may_be_kept(
         model_class=Fake,
         dtype=torch.bfloat16,
         kv_cache_dtype="auto",
-        scheme=SimpleNamespace(name="s", settings={}),
+        scheme=SimpleNamespace(name="s", settings={}, cache_settings={}),
         checkpoint=SimpleNamespace(gguf=None, headers={}),
     )
     config, gpu = EngineConfig(max_num_seqs=4), GPU.of_capability((9, 0))
