@@ -123,7 +123,9 @@ def export_model(
     if not checkpoint.has_weights:
         raise OptionError("load_format 'dummy' has no weights to export; leave it out")
     if source.scheme is not None:
-        kinds = source.scheme.scales(checkpoint.headers)
+        kinds = dict(source.scheme.scales(checkpoint.headers))
+        if source.scheme.cache_settings:
+            kinds |= dict.fromkeys(kv_scales.of_cache(checkpoint.headers), "divided")
         for wrong in wrong_scales(kinds, checkpoint.weights()):
             if not wrong.usable:
                 raise refused(wrong)

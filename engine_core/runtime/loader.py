@@ -18,16 +18,21 @@ from engine_core.nn.attention import Attention
 from engine_core.nn.blocks import agree
 from engine_core.nn.distributed import IndivisibleError
 from engine_core.nn.loading import LoadAccount, Weights, load_account, materialize
-from engine_core.nn.quantization import QuantizationScheme, kv_scales
+from engine_core.nn.quantization import QuantizationScheme, ScaleKind, kv_scales
+from engine_core.nn.quantization.fp8_checkpoint import WideScales
 from engine_core.nn.quantization.packed import PackedCheckpoint
-from engine_core.nn.quantization.scale_values import check_finite
+from engine_core.nn.quantization.scale_values import check_scale
 from engine_core.plugin_code import described, failed_at, is_own, package_of, silent
 from engine_core.runtime.first_pass import refuse
 from engine_core.runtime.packing import Packer
 from engine_core.runtime.weight_reader import AHEAD_BYTES, read_weights
 from engine_core.step_context import BuildContext, StepContextManager, building
 
-_SCALE_LEAVES = {"weight_scale", "weight_scale_inv", "input_scale"}
+# Scales of codes, and those that activations are divided by.
+_SCALE_LEAVES: dict[str, ScaleKind] = {
+    **dict.fromkeys(("weight_scale", "weight_scale_inv"), "multiplied"),
+    **dict.fromkeys(("input_scale", "activation_scale"), "divided"),
+}
 
 
 class WeightSource(Protocol):
@@ -216,7 +221,7 @@ def load_weights(
     materialize(model, device)
     packer = Packer(model) if pack else None
     with load_account(model) as account, _opened(source, device, tp_size) as tensors:
-        weights = account.watch(_with_finite_scales(tensors))
+        weights = account.watch(_with_scales_checked(tensors))
         if packer is not None:
             weights = packer.watch(account, weights)
         _fill(model, weights, account, where)
@@ -229,15 +234,16 @@ def load_weights(
     return 0.0 if packer is None else packer.seconds
 
 
-def _with_finite_scales(weights: Weights) -> Weights:
+def _with_scales_checked(weights: Weights) -> Weights:
     """Pass tensors on.
 
     Raises:
-        ConfigError: one holds scales of codes, and some is NaN or infinite.
+        ConfigError: one holds scales, and some cannot be used.
     """
     for name, tensor in weights:
-        if name.rpartition(".")[2] in _SCALE_LEAVES:
-            check_finite(name, tensor)
+        kind = _SCALE_LEAVES.get(name.rpartition(".")[2])
+        if kind is not None and tensor.is_floating_point():
+            check_scale(name, tensor, kind)
         yield name, tensor
 
 
@@ -251,7 +257,7 @@ def _opened(
     source: WeightSource, device: torch.device, tp_size: int
 ) -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:
     """The tensors of ``source``, from where they are read fastest."""
-    if isinstance(source, PackedCheckpoint):
+    if isinstance(source, PackedCheckpoint | WideScales):
         return _converted(source, _opened(source.source, device, tp_size))
     # One of several ranks copies its part out of the mapped files. If each read all of them, the
     # machine would copy the weights once per rank, which takes longer with eight ranks.
@@ -267,7 +273,8 @@ def _opened(
 
 @contextmanager
 def _converted(
-    source: PackedCheckpoint, opened: AbstractContextManager[Iterator[tuple[str, Tensor]]]
+    source: PackedCheckpoint | WideScales,
+    opened: AbstractContextManager[Iterator[tuple[str, Tensor]]],
 ) -> Iterator[Iterator[tuple[str, Tensor]]]:
     with opened as tensors:
         yield source.convert(tensors)

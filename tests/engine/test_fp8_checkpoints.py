@@ -289,6 +289,8 @@ def test_scales_that_are_none_are_named(tmp_path: Path, kind: str) -> None:
     if kind == "static":
         for value in (torch.nan, 0.0, -1.0):
             assert said("input_scale", value) == {("error", (f"{GATE}input_scale",))}
+            with pytest.raises(ConfigError, match=f"{GATE}input_scale has .*, which is no scale"):
+                LLM(str(made.quantised), EngineConfig(**BASE))
 
 
 def other_scale(made: Made) -> None:
@@ -447,6 +449,35 @@ def test_settings_that_are_taken(tmp_path: Path, kind: str, change: Callable[[Ma
     made = Made(tmp_path, kind)
     change(made)
     assert not check_model(made.quantised, EngineConfig(**BASE)).errors
+
+
+def test_scales_of_one_byte_are_powers_of_2(tmp_path: Path) -> None:
+    """As FineGrainedFP8Config of transformers documents them."""
+    made = Made(tmp_path, "blocks")
+    outputs = []
+    for dtype in (torch.float32, torch.float8_e8m0fnu):
+
+        def change(tensors: dict[str, Tensor], dtype: torch.dtype = dtype) -> None:
+            for name in [name for name in tensors if name.endswith(made.leaf)]:
+                powers = torch.exp2(tensors[name].float().log2().round())
+                tensors[name] = powers.to(dtype)
+
+        made.tensors(change)
+        assert not check_model(made.quantised, EngineConfig(**BASE)).errors
+        with LLM(str(made.quantised), EngineConfig(dtype="float32", **BASE)) as llm:
+            params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=1, ignore_eos=True)
+            [output] = llm.generate([[5, 9, 33, 7]], params)
+            outputs.append((output.outputs[0].token_ids, output.outputs[0].logprobs))
+    assert outputs[0] == outputs[1]
+
+
+def test_static_activations_without_scales_are_said(tmp_path: Path) -> None:
+    made = Made(tmp_path, "static")
+    made.tensors(lambda tensors: [tensors.pop(n) for n in list(tensors) if "input_scale" in n])
+    problems = check_model(made.quantised, EngineConfig(**BASE)).problems
+    [problem] = [each for each in problems if each.code == "quantization-settings"]
+    assert "input_scale" in problem.message
+    assert "they are scaled as they come" in problem.message
 
 
 def test_options_that_do_not_fit(tmp_path: Path) -> None:

@@ -326,6 +326,11 @@ def test_a_scale_that_is_none(value: float, tmp_path: Path) -> None:
         LLM(str(folder), EngineConfig(skip_tokenizer_init=True))
     [problem] = check_model(folder, EngineConfig(**TEXTLESS)).errors
     assert (problem.code, problem.names) == ("scales-wrong", (f"{AT}v_scale",))
+    for quantization in (None, "int8"):
+        with pytest.raises(EngineError, match=f"{AT}v_scale has .*, which is no scale"):
+            export_model(
+                str(folder), tmp_path / "out.safetensors", EngineConfig(quantization=quantization)
+            )
     # Nothing divides by them in a cache of another type.
     unread = EngineConfig(kv_cache_dtype="int8", **TEXTLESS)
     assert not check_model(folder, unread).errors

@@ -25,6 +25,7 @@ from engine_core.kernels import GroupWeight
 from engine_core.nn.linear import Linear
 from engine_core.nn.quantization import Int4Matrix, Int8Matrix
 from engine_core.nn.quantization.groups import GroupLinearMethod, OrderedMatrix
+from engine_core.nn.quantization.scale_values import check_scale
 from engine_core.registry import build_registry
 from engine_core.runtime.loader import build_on_meta, load_weights, match_weights
 from engine_core.runtime.packing import weight_bytes
@@ -393,6 +394,11 @@ BROKEN: Mapping[str, tuple[str, Callable[[Made], Any], str]] = {
         lambda it: (drop("weight_g_idx")(it), weights(actorder=True)(it)),
         f"actorder is True, and there is no {PLACE}weight_g_idx",
     ),
+    "an order that some lack, unsaid": (
+        "compressed, act-order",
+        lambda it: (drop("weight_g_idx")(it), weights(actorder=None)(it)),
+        f"inputs into groups that are no neighbours, and there is no {PLACE}weight_g_idx",
+    ),
     "another shape": (
         "compressed",
         put("weight_shape", lambda shape: shape // torch.tensor([1, 2])),
@@ -447,7 +453,11 @@ BROKEN: Mapping[str, tuple[str, Callable[[Made], Any], str]] = {
     "8 bits of awq": ("awq", setting(bits=8), "bits is 8, not 4"),
     "another layout": ("awq", setting(version="gemv"), "version is 'gemv', not 'gemm'"),
     "another version": ("gptq", setting(checkpoint_format="marlin"), "is 'marlin', not 'gptq'"),
-    "several forms": ("gptq", setting(dynamic={"-:.*": {}}), "dynamic is {'-:.*': {}}"),
+    "several forms": (
+        "gptq",
+        setting(dynamic={"-:.*gate": {}, "+:.*up": {"bits": 8}}),
+        "and only rules that skip layers ('-:') are known",
+    ),
     "an unknown key": ("gptq", setting(turn=3), "turn is 3, which is not known"),
     "a method": ("gptq", setting(method="qqq"), "method is 'qqq', not 'gptq'"),
     "a format": ("gptq", setting(format="bitblas"), "format is 'bitblas', not 'gptq' or 'gptq_v2'"),
@@ -680,6 +690,30 @@ def test_scales_that_are_none_are_named(tmp_path: Path, kind: str, leaf: str) ->
     assert problem.message.endswith(f"{PLACE}{leaf} has -0.5")
     put(leaf, first(0.0))(it)
     assert "scales-wrong" not in {each.code for each in check_model(it.packed).problems}
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("compressed", setting(quantization_status="frozen")),
+        ("compressed", setting(sparsity_config={"format": "dense", "global_sparsity": 0.1})),
+        ("gptq", setting(dynamic={r"-:.*lm_head.*": {}})),
+    ],
+)
+def test_settings_that_say_nothing_of_the_codes(
+    tmp_path: Path, kind: str, change: Callable[[Made], None]
+) -> None:
+    it = Made(tmp_path, kind)
+    change(it)
+    assert not check(it)
+    assert (logits(it.model(it.packed, CUDA)) - logits(it.model(it.plain))).abs().max() < 1e-4
+
+
+def test_zeros_that_are_no_numbers_are_named() -> None:
+    """Those of an exported file may be floats."""
+    check_scale("zeros", torch.tensor([-1.0, 0.0]), "added")
+    with pytest.raises(ConfigError, match="zeros has nan, which is no scale"):
+        check_scale("zeros", torch.tensor([0.0, torch.nan]), "added")
 
 
 def test_codes_without_a_config_are_named(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from engine_core.checkpoint import Checkpoint
     from engine_core.nn.loading import LoadAccount
 
-_E4M3 = "float8_e4m3fn"
+_E4M3, _E8M0 = "float8_e4m3fn", "float8_e8m0fnu"
 _NUMBERS = ("float16", "bfloat16", "float32", "float64")
 _BLOCK = 128
 _SCALES = ("weight_scale", "weight_scale_inv")
@@ -294,6 +294,34 @@ class _Plain:
                 yield name, tensor
 
 
+class WideScales:
+    """A checkpoint whose scales of one byte, powers of 2, come as float32.
+
+    Attributes:
+        source: the checkpoint.
+        headers: as :meth:`weights` gives the tensors.
+        gguf: None, as of no GGUF file.
+    """
+
+    gguf = None
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self.headers = {
+            name: replace(header, dtype="float32") if header.dtype == _E8M0 else header
+            for name, header in source.headers.items()
+        }
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors, one after another."""
+        return self.convert(self.source.weights())
+
+    def convert(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same of the source's own tensors, wherever they were read to."""
+        for name, tensor in tensors:
+            yield name, tensor.float() if tensor.dtype == torch.float8_e8m0fnu else tensor
+
+
 def _quantised(headers: Mapping[str, Any]) -> set[str]:
     return {name for name, header in headers.items() if header.dtype == _E4M3}
 
@@ -364,9 +392,25 @@ class Fp8CheckpointScheme(QuantizationScheme):
         }
 
     def remarks(self, headers: Mapping[str, Any]) -> Iterator[str]:
-        """Skip lists that name layers of codes."""
+        """Skip lists that name layers of codes, and static activations without scales."""
         names = sorted(name.removesuffix(".weight") for name in _quantised(headers))
-        return wrongly_skipped(self.settings or {}, names)
+        yield from wrongly_skipped(self.settings or {}, names)
+        lacking = [
+            name
+            for name in names
+            if self._is_static(name)
+            and not any(f"{name}.{leaf}" in headers for leaf in _INPUT_SCALES)
+        ]
+        if lacking:
+            yield (
+                f"activations are to have scales of their own, and there is no {lacking[0]}."
+                f"{_INPUT_SCALES[0]} ({len(lacking)} of {len(names)} linears); they are scaled as "
+                "they come"
+            )
+
+    def _is_static(self, name: str) -> bool:
+        """Whether the settings say that activations of this linear were calibrated."""
+        return (self.settings or {}).get("activation_scheme") == "static"
 
     def prepare(self, model: nn.Module) -> None:
         """Leave the layers plain: the types of the tensors that fill them say who is taken."""
@@ -389,7 +433,8 @@ class Fp8CheckpointScheme(QuantizationScheme):
             if sources & quantised:
                 self._layouts[id(layer)] = self._layout(name, sources, quantised, headers)
         self.give_methods(model)
-        return checkpoint
+        wide: Any = WideScales(checkpoint)
+        return wide if any(header.dtype == _E8M0 for header in headers.values()) else checkpoint
 
     @property
     def takes_weights(self) -> bool:
@@ -399,7 +444,7 @@ class Fp8CheckpointScheme(QuantizationScheme):
 
     def match_dummy(self) -> None:
         """Refuse, as without tensors nothing says which linears are quantised."""
-        if self.settings is not None:
+        if self.settings is not None and self.takes_weights:
             raise OptionError(
                 "load_format 'dummy' has no tensors that say which layers are quantised; take "
                 "quantization_config out of config.json, and set quantization='fp8' for e4m3"
@@ -473,7 +518,9 @@ def refuse_settings(settings: Mapping[str, Any], keys: Sequence[str]) -> None:
         raise unsupported(f"{unknown[0]} is {settings[unknown[0]]!r}, which is not known")
     for key in ("sparsity_config", "transform_config"):
         value = settings.get(key)
-        if value and value != {"format": "dense"}:
+        # A dense one's other keys say how it came to be.
+        dense = isinstance(value, dict) and value.get("format") == "dense"
+        if value and not dense and value != {"config_groups": {}}:
             raise unsupported(f"{key} is {value!r}")
 
 
@@ -569,6 +616,12 @@ class CompressedTensorsScheme(Fp8CheckpointScheme):
                 _check_inputs(f"config_groups.{group}.input_activations", inputs, weights)
             if given.get("output_activations") is not None:
                 raise unsupported(f"config_groups.{group} quantises output_activations")
+
+    def _is_static(self, name: str) -> bool:
+        groups = (self.settings or {}).get("config_groups") or {}
+        inputs = [given.get("input_activations") or {} for given in groups.values()]
+        # Of several groups it would have to be known which one names this linear.
+        return bool(inputs) and all(given.get("dynamic") is False for given in inputs)
 
     @classmethod
     def condition(cls, settings: Mapping[str, Any]) -> bool:

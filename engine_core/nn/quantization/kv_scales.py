@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -66,6 +66,12 @@ def set_aside(
     own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     names = [name for name in headers if _which(name) is not None and name not in own]
     setattr(model, _ROUTES, dict.fromkeys(names))
+
+
+def of_cache(headers: Iterable[str]) -> list[str]:
+    """The names of scales of keys and values among those of a checkpoint's tensors."""
+    found = ((name, _which(name)) for name in headers)
+    return [name for name, which in found if which is not None and which[1]]
 
 
 def is_scale(name: str) -> bool:

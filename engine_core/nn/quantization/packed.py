@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from engine_core.errors import OptionError
+from engine_core.errors import ConfigError, OptionError
 from engine_core.kernels.linear.groups import MIDDLE, pack_codes, unpack_codes
 from engine_core.nn.embedding import LMHead, VocabularySplit
 from engine_core.nn.linear import Linear, LinearMethod
@@ -37,7 +37,7 @@ from engine_core.nn.quantization.groups import (
     GroupLinearMethod,
     Int8VocabularyMethod,
 )
-from engine_core.nn.quantization.scale_values import check_finite
+from engine_core.nn.quantization.scale_values import check_scale
 from engine_core.nn.quantization.scheme import QuantizationScheme, ScaleKind
 
 if TYPE_CHECKING:
@@ -48,12 +48,14 @@ logger = logging.getLogger(__name__)
 
 _FLOATS = ("float16", "bfloat16", "float32")
 _ROWS = 1024
+_SCALE_KINDS: dict[str, ScaleKind] = {"scales": "multiplied", "zeros": "added"}
 # How codes were found, in what memory, and by which kernels they ran, as GPTQModel's
 # quantization/config.py and transformers have it: nothing of what the tensors mean.
 _OF_CALIBRATION = (
-    *("act_group_aware", "auto_forward_data_parallel", "backend", "batch_size"),
+    *("act_group_aware", "auto_forward_data_parallel", "autoround_version", "backend"),
+    "batch_size",
     *("block_name_to_quantize", "cache_block_outputs", "calibrationless"),
-    *("damp_auto_increment", "damp_percent", "dataset", "dense_vram_strategy"),
+    *("damp_auto_increment", "damp_percent", "dataset", "dense_vram_strategy", "dynamic"),
     *("dense_vram_strategy_devices", "device", "disable_exllama", "exllama_config"),
     *("failsafe", "fallback", "foem", "gc_mode", "gptaq", "hessian", "hyb_act"),
     *("max_input_length", "meta", "mock_quantization", "model_file_base_name"),
@@ -68,8 +70,8 @@ _OF_CALIBRATION = (
 _OF_BOTH: dict[str, tuple[Any, ...]] = {
     # A LoRA that is added to the products.
     "adapter": (None, {}),
+    "data_type": ("int", None),
     "desc_act": (True, False, None),
-    "dynamic": (None, {}),
     "group_size": (),
     "lm_head": (True, False, None),
     "pack_dtype": ("int32", None),
@@ -183,8 +185,8 @@ class PackedCheckpoint:
                 yield name, tensor
                 continue
             linear, kind = self._leaves[name]
-            if kind == "scales":
-                check_finite(name, tensor)
+            if kind in _SCALE_KINDS and tensor.is_floating_point():
+                check_scale(name, tensor, _SCALE_KINDS[kind])
             linear.held[kind or name] = tensor
             if len(linear.held) == len(linear.leaves):
                 held, linear.held = linear.held, {}
@@ -259,6 +261,12 @@ class PackedScheme(QuantizationScheme):
             for key, values in self.known.items():
                 if values:
                     check_value(key, settings.get(key), values)
+            # GPTQModel's rules by names. Those with "-:" skip layers, and the tensors say which.
+            rules = settings.get("dynamic")
+            if rules and not (isinstance(rules, dict) and all(r.startswith("-:") for r in rules)):
+                raise unsupported(
+                    f"dynamic is {rules!r}, and only rules that skip layers ('-:') are known"
+                )
 
     def linears(self, headers: Mapping[str, Any]) -> Iterator[Integers]:
         """The linears of integers that a checkpoint has.
@@ -309,12 +317,11 @@ class PackedScheme(QuantizationScheme):
 
     def scales(self, headers: Mapping[str, Any]) -> Mapping[str, ScaleKind]:
         """Those of the groups, and numbers that are added to them."""
-        kinds: dict[str, ScaleKind] = {"scales": "multiplied", "zeros": "added"}
         return {
-            f"{linear.name}.{leaf}": kinds[kind]
+            f"{linear.name}.{leaf}": _SCALE_KINDS[kind]
             for linear in self.linears(headers)
             for leaf, kind in linear.leaves.items()
-            if kind in kinds and headers[f"{linear.name}.{leaf}"].dtype in _FLOATS
+            if kind in _SCALE_KINDS and headers[f"{linear.name}.{leaf}"].dtype in _FLOATS
         }
 
     def remarks(self, headers: Mapping[str, Any]) -> Iterator[str]:
@@ -458,6 +465,13 @@ class PackedScheme(QuantizationScheme):
             if name in wanted:
                 take, linear = wanted[name]
                 take(name, tensor, linear)
+
+
+def _without_order(ordered: Integers, linear: Integers, leaf: str) -> ConfigError:
+    return unsupported(
+        f"{ordered.name}.{leaf} puts inputs into groups that are no neighbours, and there is no "
+        f"{linear.name}.{leaf}"
+    )
 
 
 def _take_groups(name: str, tensor: Tensor, linear: Integers) -> None:
@@ -639,10 +653,7 @@ class GPTQScheme(PackedScheme):
         for linear in self._linears.values() if ordered and not self._groups_neighbours else ():
             if linear.groups > 1 and "g_idx" not in linear.leaves:
                 assert ordered is not None, "or there is nothing to compare with"
-                raise unsupported(
-                    f"{ordered.name}.g_idx puts inputs into groups that are no neighbours, and "
-                    f"there is no {linear.name}.g_idx"
-                )
+                raise _without_order(ordered, linear, "g_idx")
 
     def linears(self, headers: Mapping[str, Any]) -> Iterator[Integers]:
         """Tensors ``qweight [K * bits / 32, N]``, ``qzeros``, ``scales``, and ``g_idx [K]``."""
@@ -691,7 +702,7 @@ class CompressedIntegersScheme(PackedScheme):
     known: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "format": ("pack-quantized", "int-quantized", "naive-quantized", "mixed-precision"),
         "quant_method": ("compressed-tensors", "engine-core"),
-        "quantization_status": ("compressed", None),
+        "quantization_status": ("compressed", "frozen", None),
     }
     passed = (
         *("config_groups", "dequantize", "global_compression_ratio", "ignore", "kv_cache_scheme"),
@@ -798,6 +809,17 @@ class CompressedIntegersScheme(PackedScheme):
                 f"{form} ({wide[0].name}, {len(wide)} of {len(linears)} linears); activations keep "
                 "the model's dtype, which is more exact and not faster"
             )
+
+    def _read_layouts(self, checkpoint: Any) -> None:
+        super()._read_layouts(checkpoint)
+        ordered = [linear for linear in self._linears.values() if linear.order is not None]
+        for linear in self._linears.values() if ordered else ():
+            group = self._group_of(linear.name)
+            peer = next((each for each in ordered if self._group_of(each.name) is group), None)
+            unsaid = (group.get("weights") or {}).get("actorder") is None
+            lacks = linear.groups > 1 and "weight_g_idx" not in linear.leaves
+            if peer is not None and unsaid and lacks:
+                raise _without_order(peer, linear, "weight_g_idx")
 
     def _group_of(self, name: str) -> Mapping[str, Any]:
         """The group whose targets name a linear, or all linears."""

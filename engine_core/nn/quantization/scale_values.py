@@ -46,15 +46,17 @@ def refused(wrong: WrongScale) -> ConfigError:
     )
 
 
-def check_finite(name: str, scales: Tensor) -> None:
-    """Refuse scales with which each request would end with logits that are not finite.
+def check_scale(name: str, scales: Tensor, kind: ScaleKind) -> None:
+    """Refuse scales by which nothing can be computed.
+
+    Each request would end with logits that are not finite.
 
     Raises:
-        ConfigError: one is NaN or infinite.
+        ConfigError: one is NaN or infinite, or to divide by and not positive.
     """
-    value = not_finite(scales) if scales.is_floating_point() else None
-    if value is not None:
-        raise refused(WrongScale(name, value, usable=False))
+    for wrong in wrong_scales({name: kind}, [(name, scales)]):
+        if not wrong.usable:
+            raise refused(wrong)
 
 
 def wrong_scales(
