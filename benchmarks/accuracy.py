@@ -38,6 +38,7 @@ from safetensors.torch import save_file
 from stories15m import write_stories15m
 from torch import Tensor, nn
 
+from benchmarks import gguf_file
 from engine_core import EngineConfig
 from engine_core.kernels.row_codes import quantize_rows
 from engine_core.nn.linear import Linear
@@ -227,18 +228,10 @@ def write_gguf(path: Path, file: Path, kind: str) -> tuple[Path, dict[str, Tenso
     config = EngineConfig(device="cpu", dtype="float32", quantization=numbers_of(path))
     checkpoint = open_files(str(path), config, build_registry(()), CPU)
     hf = checkpoint.hf_config.to_dict()
-    heads, block = hf["num_attention_heads"], gguf.GGMLQuantizationType[kind]
-    half = hf["hidden_size"] // heads // 2
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_context_length(hf["max_position_embeddings"])
-    writer.add_embedding_length(hf["hidden_size"])
-    writer.add_block_count(hf["num_hidden_layers"])
-    writer.add_feed_forward_length(hf["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(hf["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(hf["rms_norm_eps"])
-    writer.add_rope_freq_base(hf.get("rope_theta") or hf["rope_parameters"]["rope_theta"])
-    writer.add_vocab_size(hf["vocab_size"])
+    half = hf["hidden_size"] // hf["num_attention_heads"] // 2
+    block = gguf.GGMLQuantizationType[kind]
+    theta = hf.get("rope_theta") or hf["rope_parameters"]["rope_theta"]
+    writer = gguf_file.begin({**hf, "rope_theta": theta}, file)
     expected: dict[str, Tensor] = {}
     for name, tensor in checkpoint.weights():
         stem = name.removesuffix(".weight").removeprefix("model.layers.")
@@ -254,10 +247,7 @@ def write_gguf(path: Path, file: Path, kind: str) -> tuple[Path, dict[str, Tenso
             pairs = codes.reshape(-1, 2, half, codes.shape[-1]).swapaxes(1, 2)
             codes = pairs.reshape(codes.shape)
         writer.add_tensor(f"{known}.weight", codes, raw_dtype=block)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    gguf_file.end(writer)
     return file, expected
 
 

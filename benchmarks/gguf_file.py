@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,29 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
     return np.resize(blocks, (count, size)).reshape(rows, -1)
 
 
+def begin(config: Mapping[str, Any], path: Path) -> gguf.GGUFWriter:
+    """A file of a Llama of this config, which tensors may be added to."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+    return writer
+
+
+def end(writer: gguf.GGUFWriter) -> None:
+    """Write it."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def write(config: dict[str, Any], kind: str, path: Path) -> Path:
     """Write a Llama of this config whose linears are of a type and whose vocabulary is Q6_K."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
@@ -47,16 +71,7 @@ def write(config: dict[str, Any], kind: str, path: Path) -> Path:
         "ffn_up": (config["intermediate_size"], hidden),
         "ffn_down": (hidden, config["intermediate_size"]),
     }  # fmt: skip
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(hidden)
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_vocab_size(config["vocab_size"])
+    writer = begin(config, path)
 
     def add(name: str, of: str, rows: int, columns: int) -> None:
         blocks = random_blocks(of, rows, columns, seed=len(name))
@@ -71,8 +86,5 @@ def write(config: dict[str, Any], kind: str, path: Path) -> Path:
             writer.add_tensor(f"blk.{layer}.{norm}.weight", ones)
         for name, shape in shapes.items():
             add(f"blk.{layer}.{name}.weight", kind, *shape)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    end(writer)
     return path
