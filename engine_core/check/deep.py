@@ -17,10 +17,11 @@ from engine_core.check.report import Comparison, Difference, PromptComparison, Q
 from engine_core.configs import EngineConfig, ModelConfig
 from engine_core.errors import ConfigError, EngineError
 from engine_core.nn.quantization import QuantizationScheme, kv_scales
+from engine_core.nn.quantization.scheme import QUANTIZATION_KEYS
 from engine_core.registry import build_registry
 from engine_core.runtime.layer_trace import decoder_layers
 from engine_core.runtime.loader import build_on_meta, load_weights, match_weights
-from engine_core.runtime.source import QUANTIZATION_KEYS, open_model
+from engine_core.runtime.source import open_model
 from engine_core.step_context import BuildContext
 from engine_core.testing.reference import (
     Prompt,

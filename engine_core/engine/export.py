@@ -23,11 +23,7 @@ from engine_core.checkpoint.one_file import (
 )
 from engine_core.checkpoint.safetensors_file import SafetensorsWriter, tensor_bytes
 from engine_core.configs import EngineConfig
-from engine_core.errors import (
-    CheckpointError,
-    OptionError,
-    TokenizerError,
-)
+from engine_core.errors import CheckpointError, OptionError, TokenizerError
 from engine_core.kernels.linear.groups import MIDDLE, unpack_codes
 from engine_core.kernels.row_codes import reference_quantize_rows
 from engine_core.nn.embedding import VocabularySplit
@@ -40,15 +36,10 @@ from engine_core.nn.quantization.packed import (
     PackedCheckpoint,
 )
 from engine_core.nn.quantization.scale_values import refused, wrong_scales
+from engine_core.nn.quantization.scheme import QUANTIZATION_KEYS
 from engine_core.registry import build_registry
 from engine_core.runtime.loader import build_on_meta, check_weights, match_weights
-from engine_core.runtime.source import (
-    QUANTIZATION_KEYS,
-    UNPACKED,
-    ModelSource,
-    check_unpacked,
-    open_model,
-)
+from engine_core.runtime.source import UNPACKED, ModelSource, check_unpacked, open_model
 from engine_core.runtime.task import without_head
 from engine_core.step_context import BuildContext
 

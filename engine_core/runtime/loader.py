@@ -221,7 +221,9 @@ def load_weights(
     materialize(model, device)
     packer = Packer(model) if pack else None
     with load_account(model) as account, _opened(source, device, tp_size) as tensors:
-        weights = account.watch(_with_scales_checked(tensors))
+        # That of packed codes looks at scales itself, also of what becomes numbers.
+        packed = isinstance(source, PackedCheckpoint)
+        weights = account.watch(tensors if packed else _with_scales_checked(tensors))
         if packer is not None:
             weights = packer.watch(account, weights)
         _fill(model, weights, account, where)

@@ -28,6 +28,7 @@ from engine_core.kernels import gpu_of
 from engine_core.kernels.block_linear import is_fast
 from engine_core.nn.quantization import QuantizationScheme, kv_scales
 from engine_core.nn.quantization.facts import facts_of
+from engine_core.nn.quantization.scheme import QUANTIZATION_KEYS
 from engine_core.plugin_code import contained, failed_at, package_of
 from engine_core.registry import Registry
 from engine_core.runtime import platform
@@ -42,8 +43,6 @@ UNPACKED = "unpacked"
 if TYPE_CHECKING:
     from engine_core.inputs import InputProcessor, MediaLimit, PromptState
 
-# Keys of config.json under which tools leave how they quantised the weights.
-QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 # Families' names for the number of layers; each layer has at least one tensor.
 _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _MOST_LAYERS = 10_000

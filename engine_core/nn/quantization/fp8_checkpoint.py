@@ -9,6 +9,7 @@ for all their names, and of calibrated activations ``input_scale`` or ``activati
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -32,7 +33,7 @@ from engine_core.nn.loading import (
     set_weight_loader,
 )
 from engine_core.nn.packing import MatrixModule
-from engine_core.nn.quantization.scheme import QuantizationScheme, ScaleKind
+from engine_core.nn.quantization.scheme import QUANTIZATION_KEYS, QuantizationScheme, ScaleKind
 
 if TYPE_CHECKING:
     from engine_core.checkpoint import Checkpoint
@@ -42,7 +43,6 @@ _E4M3, _E8M0 = "float8_e4m3fn", "float8_e8m0fnu"
 _NUMBERS = ("float16", "bfloat16", "float32", "float64")
 _BLOCK = 128
 _SCALES = ("weight_scale", "weight_scale_inv")
-_SETTINGS_KEYS = ("quantization_config", "compression_config")
 _SKIP_LISTS = ("ignore", "modules_to_not_convert", "ignored_layers")
 _INPUT_SCALES = ("input_scale", "activation_scale")
 
@@ -363,7 +363,7 @@ class Fp8CheckpointScheme(QuantizationScheme):
 
     def check_checkpoint(self, checkpoint: Checkpoint, model: str) -> None:
         """The option alone quantises nothing."""
-        if any(checkpoint.hf_config.get(key) for key in _SETTINGS_KEYS):
+        if any(checkpoint.hf_config.get(key) for key in QUANTIZATION_KEYS):
             return
         raise OptionError(
             f"quantization {self.name!r} is for checkpoints that are quantised so, and {model} is "
@@ -397,9 +397,8 @@ class Fp8CheckpointScheme(QuantizationScheme):
         yield from wrongly_skipped(self.settings or {}, names)
         lacking = [
             name
-            for name in names
-            if self._is_static(name)
-            and not any(f"{name}.{leaf}" in headers for leaf in _INPUT_SCALES)
+            for name in (names if self._is_static else ())
+            if not any(f"{name}.{leaf}" in headers for leaf in _INPUT_SCALES)
         ]
         if lacking:
             yield (
@@ -408,14 +407,15 @@ class Fp8CheckpointScheme(QuantizationScheme):
                 "they come"
             )
 
-    def _is_static(self, name: str) -> bool:
-        """Whether the settings say that activations of this linear were calibrated."""
+    @property
+    def _is_static(self) -> bool:
+        """Whether the settings say that activations of all linears were calibrated."""
         return (self.settings or {}).get("activation_scheme") == "static"
 
     def prepare(self, model: nn.Module) -> None:
         """Leave the layers plain: the types of the tensors that fill them say who is taken."""
 
-    def match(self, model: nn.Module, checkpoint: Checkpoint, account: LoadAccount) -> Checkpoint:
+    def match(self, model: nn.Module, checkpoint: Checkpoint, account: LoadAccount) -> Any:
         """Give each linear whose tensors are e4m3 its method.
 
         Raises:
@@ -426,15 +426,18 @@ class Fp8CheckpointScheme(QuantizationScheme):
         if not quantised and self.takes_weights:
             raise unsupported(f"no tensor of the checkpoint is {_E4M3}")
         self._layouts = {}
+        leaves = Counter(name.rpartition(".")[2] for name in headers)
         for name, layer in model.named_modules():
             if not isinstance(layer, Linear):
                 continue
             sources = account.sources(layer.weight)
             if sources & quantised:
-                self._layouts[id(layer)] = self._layout(name, sources, quantised, headers)
+                layout = self._layout(name, sources, quantised, headers, leaves)
+                self._layouts[id(layer)] = layout
         self.give_methods(model)
-        wide: Any = WideScales(checkpoint)
-        return wide if any(header.dtype == _E8M0 for header in headers.values()) else checkpoint
+        if any(header.dtype == _E8M0 for header in headers.values()):
+            return WideScales(checkpoint)
+        return checkpoint
 
     @property
     def takes_weights(self) -> bool:
@@ -451,8 +454,9 @@ class Fp8CheckpointScheme(QuantizationScheme):
             )
 
     def _layout(
-        self, name: str, sources: frozenset[str], quantised: set[str], headers: Mapping[str, Any]
-    ) -> Fp8Layout:
+        self, name: str, sources: frozenset[str], quantised: set[str], headers: Mapping[str, Any],
+        leaves: Mapping[str, int],
+    ) -> Fp8Layout:  # fmt: skip
         plain = sorted(source for source in sources - quantised if not self._skips(source))
         if plain:
             raise unsupported(
@@ -467,10 +471,7 @@ class Fp8CheckpointScheme(QuantizationScheme):
             for leaf, held in found.items():
                 held += [headers[stem + leaf]] if stem + leaf in headers else []
         # Of two parts with scales of different names the checkpoint's other layers say who is odd.
-        scale = max(
-            _SCALES,
-            key=lambda leaf: (len(found[leaf]), sum(each.endswith(f".{leaf}") for each in headers)),
-        )
+        scale = max(_SCALES, key=lambda leaf: (len(found[leaf]), leaves[leaf]))
         missing = [s for s in sorted(sources) if s.removesuffix("weight") + scale not in headers]
         if missing:
             stem = missing[0].removesuffix("weight")
@@ -617,7 +618,8 @@ class CompressedTensorsScheme(Fp8CheckpointScheme):
             if given.get("output_activations") is not None:
                 raise unsupported(f"config_groups.{group} quantises output_activations")
 
-    def _is_static(self, name: str) -> bool:
+    @property
+    def _is_static(self) -> bool:
         groups = (self.settings or {}).get("config_groups") or {}
         inputs = [given.get("input_activations") or {} for given in groups.values()]
         # Of several groups it would have to be known which one names this linear.

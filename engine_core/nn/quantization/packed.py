@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -38,7 +38,7 @@ from engine_core.nn.quantization.groups import (
     Int8VocabularyMethod,
 )
 from engine_core.nn.quantization.scale_values import check_scale
-from engine_core.nn.quantization.scheme import QuantizationScheme, ScaleKind
+from engine_core.nn.quantization.scheme import QUANTIZATION_KEYS, QuantizationScheme, ScaleKind
 
 if TYPE_CHECKING:
     from engine_core.checkpoint import Checkpoint
@@ -289,7 +289,7 @@ class PackedScheme(QuantizationScheme):
     def check_checkpoint(self, checkpoint: Checkpoint, model: str) -> None:
         """The option alone quantises nothing."""
         if self.settings is None and not any(
-            checkpoint.hf_config.get(key) for key in ("quantization_config", "compression_config")
+            checkpoint.hf_config.get(key) for key in QUANTIZATION_KEYS
         ):
             raise OptionError(
                 f"quantization {self.name!r} is for checkpoints that are quantised so, and {model} "
@@ -325,9 +325,14 @@ class PackedScheme(QuantizationScheme):
         }
 
     def remarks(self, headers: Mapping[str, Any]) -> Iterator[str]:
-        """Skip lists that name layers of codes."""
-        names = [linear.name for linear in self.linears(headers)]
-        return wrongly_skipped(self.settings or {}, names)
+        """Skip lists that name layers of codes, and what a tool's settings have besides."""
+        linears = list(self.linears(headers))
+        yield from wrongly_skipped(self.settings or {}, [linear.name for linear in linears])
+        yield from self.remarks_on(linears)
+
+    def remarks_on(self, linears: Sequence[Integers]) -> Iterator[str]:
+        """A line on each setting of a tool that is not followed; none of most."""
+        return iter(())
 
     def prepare(self, model: nn.Module) -> None:
         """Leave the layers plain: the tensors say who is taken."""
@@ -791,10 +796,8 @@ class CompressedIntegersScheme(PackedScheme):
         )
         return Integers(tensors.name, tensors.leaves, (n, k), layout)
 
-    def remarks(self, headers: Mapping[str, Any]) -> Iterator[str]:
-        """Also activations that are not quantised."""
-        yield from super().remarks(headers)
-        linears = list(self.linears(headers))
+    def remarks_on(self, linears: Sequence[Integers]) -> Iterator[str]:
+        """Activations that are not quantised."""
         wide = [
             linear
             for linear in linears
@@ -812,13 +815,15 @@ class CompressedIntegersScheme(PackedScheme):
 
     def _read_layouts(self, checkpoint: Any) -> None:
         super()._read_layouts(checkpoint)
-        ordered = [linear for linear in self._linears.values() if linear.order is not None]
-        for linear in self._linears.values() if ordered else ():
+        linears = self._linears.values()
+        ordered = [linear for linear in linears if linear.order is not None]
+        lacking = (
+            each for each in linears if each.groups > 1 and "weight_g_idx" not in each.leaves
+        )
+        for linear in lacking if ordered else ():
             group = self._group_of(linear.name)
             peer = next((each for each in ordered if self._group_of(each.name) is group), None)
-            unsaid = (group.get("weights") or {}).get("actorder") is None
-            lacks = linear.groups > 1 and "weight_g_idx" not in linear.leaves
-            if peer is not None and unsaid and lacks:
+            if peer is not None and (group.get("weights") or {}).get("actorder") is None:
                 raise _without_order(peer, linear, "weight_g_idx")
 
     def _group_of(self, name: str) -> Mapping[str, Any]:

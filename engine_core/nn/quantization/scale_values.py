@@ -29,15 +29,6 @@ class WrongScale(NamedTuple):
         return f"{self.name} has {self.value:.6g}"
 
 
-def not_finite(tensor: Tensor) -> float | None:
-    """NaN or an infinity that a tensor of numbers holds, or None."""
-    if tensor.numel() == 0:
-        return None
-    # Of a tensor with a NaN both are.
-    low, high = (float(each) for each in tensor.float().aminmax())
-    return next((each for each in (low, high) if not math.isfinite(each)), None)
-
-
 def refused(wrong: WrongScale) -> ConfigError:
     """The error of a checkpoint with such a scale."""
     return ConfigError(
@@ -72,12 +63,11 @@ def wrong_scales(
         kind = kinds.get(name)
         if kind is None or tensor.numel() == 0:
             continue
-        value = not_finite(tensor)
-        if value is not None:
-            yield WrongScale(name, value, usable=False)
-            continue
-        low = float(tensor.float().min())
-        if kind == "divided" and low <= 0:
+        # Of a tensor with a NaN both are.
+        low, high = (float(each) for each in tensor.float().aminmax())
+        if not math.isfinite(low) or not math.isfinite(high):
+            yield WrongScale(name, high if math.isfinite(low) else low, usable=False)
+        elif kind == "divided" and low <= 0:
             yield WrongScale(name, low, usable=False)
         elif kind == "multiplied" and low < 0:
             # It is computed as it stands.

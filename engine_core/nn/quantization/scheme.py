@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Keys of config.json under which tools leave how they quantised the weights.
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+
 ScaleKind = Literal["added", "multiplied", "divided"]
 """What is done with numbers beside codes, so that all must be finite, and also: not negative if
 weights' codes are multiplied by them, positive if activations or a cache are divided by them."""
