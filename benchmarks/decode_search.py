@@ -205,7 +205,7 @@ def space(point: Point) -> Iterator[decode.Launch]:
                 continue
             # Where a quarter of the multiprocessors would be at work more pieces are better.
             few = 4 * programs <= MULTIPROCESSORS and max(rows) * tile.block_n >= 64 * pieces
-            if few and pieces < 4 * decode.MAX_SPLITS:
+            if few and pieces < 4 * decode.most_splits(point.rows):
                 continue
             made.add(planned)
             yield launch._replace(pieces=pieces, items=planned.count)

@@ -113,13 +113,14 @@ class Plan(NamedTuple):
 def plan(tiles: Sequence[int], pieces: int) -> Plan:
     """The plan of rows of so many ``tiles``, ``pieces`` quarters of a piece of the longest."""
     length = max(1, -(-4 * max(tiles) // pieces))
-    used = [max(1, min(-(-n // length), decode.MAX_SPLITS)) for n in tiles]
+    most = decode.most_splits(len(tiles))
+    used = [max(1, min(-(-n // length), most)) for n in tiles]
     each = [max(1, -(-n // splits)) for n, splits in zip(tiles, used, strict=True)]
     used = [max(1, -(-n // length)) for n, length in zip(tiles, each, strict=True)]
     return Plan(sum(used), max(each), max(used))
 
 
-PIECES = tuple((4 + i % 4) << (i // 4) for i in range(25))
+PIECES = tuple((4 + i % 4) << (i // 4) for i in range(29))
 
 
 def chosen_pieces(tiles: Sequence[int], launch: decode.Launch) -> int:
@@ -127,10 +128,11 @@ def chosen_pieces(tiles: Sequence[int], launch: decode.Launch) -> int:
     costs = decode.H200
     reading = sum(tiles) * launch.read_us
     best = math.inf, 4
+    most = decode.most_splits(len(tiles))
     for pieces in PIECES:
         length = max(1, -(-4 * max(tiles) // pieces))
-        count = sum(max(1, min(-(-n // length), decode.MAX_SPLITS)) for n in tiles)
-        if count > launch.items and pieces > 4:
+        count = sum(max(1, min(-(-n // length), most)) for n in tiles)
+        if (count > launch.items or pieces > 4 * most) and pieces > 4:
             continue
         turn = count / launch.held
         others = math.ceil(min(turn, 1.0) * launch.warps + costs.uneven) - 1

@@ -148,7 +148,7 @@ def settings(text: str) -> Iterator[None]:
                 launch: Callable[..., Any] = attention.launch
 
                 def cut(*given: Any, launch: Callable[..., Any] = launch, n: str = values) -> Any:
-                    items = given[0] * attention.MAX_SPLITS
+                    items = given[0] * attention.most_splits(given[0])
                     return launch(*given)._replace(pieces=int(n), items=items)
 
                 stack.enter_context(patch.object(attention, "launch", cut))

@@ -401,6 +401,22 @@ def test_kernel_without_splits(deterministic: bool, launch_device: str) -> None:
     assert error(got, attend_by_reference(paged, 0.125)) < 1e-5
 
 
+def test_kernel_merges_128_splits(launch_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as a row that has the device to itself may have."""
+    from engine_core.kernels.attention import decode
+
+    launch_as_chosen, made = decode.launch, []
+
+    def cut(*given: Any) -> decode.Launch:
+        made.append(launch_as_chosen(*given)._replace(pieces=4 * 128, items=128))
+        return made[-1]
+
+    monkeypatch.setattr(decode, "launch", cut)
+    paged = make_paged([(1, 128 * 32)], heads=4, kv_heads=1, device=launch_device)
+    assert error(launch(paged, 0.125), attend_by_reference(paged, 0.125)) < 1e-5
+    assert {each.block_n for each in made} == {32}
+
+
 @pytest.mark.parametrize("options", [{}, {"window": 100}], ids=str)
 def test_kernel_merges_splits_in_rounds(
     options: dict[str, Any], launch_device: str, monkeypatch: pytest.MonkeyPatch
@@ -427,15 +443,16 @@ def planned(
     window: int | None,
     group_size: int = 4,
     number_bytes: int = 2,
+    kv_heads: int = 8,
     **changed: Any,
 ) -> list[list[int]]:
-    """Items of a plan for heads of 128 with 8 KV heads, on a device of 132 multiprocessors.
+    """Items of a plan for heads of 128, on a device of 132 multiprocessors.
 
     Those of no row are left out, and a row's first item is counted without them.
     """
     from engine_core.kernels.attention import decode, triton
 
-    cut = decode.launch(len(lengths), group_size, 8, 128, 128, number_bytes, 132)
+    cut = decode.launch(len(lengths), group_size, kv_heads, 128, 128, number_bytes, 132)
     cut = cut._replace(**changed)
     kv_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     items, _ = triton.plan_splits(kv_lens, len(lengths), 1 << 17, window, cut, {})
@@ -533,11 +550,19 @@ def test_a_plan_takes_what_its_costs_say(launch_device: str) -> None:
         lengths = [draw.randint(longest // 5, longest) for _ in range(rows)]
         lengths[0] *= draw.choice([1, 20])
         tiles = [-(-length // 32) for length in lengths]
-        heads = draw.choice([(4, 2), (16, 2), (4, 1)])
-        cut = decode.launch(rows, heads[0], 8, 128, 128, heads[1], 132)
+        group_size, number_bytes = draw.choice([(4, 2), (16, 2), (4, 1)])
+        heads = group_size, number_bytes, draw.choice([1, 8])
+        cut = decode.launch(rows, group_size, heads[2], 128, 128, number_bytes, 132)
         expected = plan(tiles, chosen_pieces(tiles, cut))
         items = planned(launch_device, lengths, None, *heads)
         assert (len(items), max(item[4] for item in items)) == (expected.count, expected.splits)
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(1, 128), (2, 64)])
+def test_a_row_alone_may_have_more_splits(rows: int, expected: int, launch_device: str) -> None:
+    """Of one KV head, whose other rows would have the rest of the device."""
+    items = planned(launch_device, [131072] * rows, None, 16, 2, 1, pieces=4 * 128)
+    assert [item[4] for item in items] == [expected] * (rows * expected)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 100}], ids=str)

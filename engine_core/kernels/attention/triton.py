@@ -144,7 +144,7 @@ def _plan_kernel(
     waiting,
     warps,
     uneven,
-    MAX_SPLITS: tl.constexpr,
+    most_splits,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ITEM: tl.constexpr,
@@ -156,8 +156,8 @@ def _plan_kernel(
     Its row, the first token and that behind the last, the row's first item, and how many it has. A
     row of -1 is none. Those are the last, or the first where there are ``last_from`` splits or
     more. Splits are about equally long in all rows, so that long rows do not keep the launch
-    waiting. How long they are is what takes the least time, of 25 tries, the longest row in
-    one piece to MAX_SPLITS, by what a launch waits for:
+    waiting. How long they are is what takes the least time, of 29 tries at most, the longest row in
+    one piece to ``most_splits``, by what a launch waits for:
 
     - a split's tiles, each ``tile_us``, and those of others before it where there are more splits
       than the ``held`` that are attended to at a time; a tile takes ``waiting`` of that longer for
@@ -188,7 +188,7 @@ def _plan_kernel(
     each = tl.maximum(tl.cdiv(4 * longest, quarters), 1)
     length = each.to(tl.float32)
     used = ((tiles[:, None].to(tl.float32) + length[None, :] - 0.5) / length[None, :]).to(tl.int32)
-    used = tl.where(mask[:, None], tl.minimum(tl.maximum(used, 1), MAX_SPLITS), 0)
+    used = tl.where(mask[:, None], tl.minimum(tl.maximum(used, 1), most_splits), 0)
     count = tl.sum(used, axis=0)
     turn = count.to(tl.float32) / held
     others = tl.ceil(tl.minimum(turn, 1.0) * warps + uneven) - 1.0
@@ -203,12 +203,12 @@ def _plan_kernel(
     cost += tl.where(splits > 1, merging, 0.0)
     cost *= tl.where((turn > 0.5) & (turn < 1.0) & (count < max_items), crowded, 1.0)
     cost *= 1.0 + sharing * tl.minimum(turn, 1.0)
-    fits = ((count <= max_items) & (quarters <= 4 * MAX_SPLITS)) | (order == 0)
+    fits = ((count <= max_items) & (quarters <= 4 * most_splits)) | (order == 0)
     chosen = tl.argmin(tl.where(fits, cost, float("inf")), axis=0)
     per_split = tl.sum(tl.where(order == chosen, each, 0))
     if pieces > 0:
         per_split = tl.maximum(tl.cdiv(4 * longest, pieces), 1)
-    used = tl.maximum(tl.minimum(tl.cdiv(tiles, per_split), MAX_SPLITS), 1)
+    used = tl.maximum(tl.minimum(tl.cdiv(tiles, per_split), most_splits), 1)
     per_split = tl.maximum(tl.cdiv(tiles, used), 1)
     # A row without tokens has an item too, which writes its zeros.
     used = tl.where(mask, tl.maximum(tl.cdiv(tiles, per_split), 1), 0)
@@ -564,7 +564,8 @@ def plan_splits(
         return memo[key], False
     costs = decode.H200
     longest = triton.cdiv(max_kv_len, cut.block_n)
-    most = min(max(num_rows, cut.items), num_rows * max(1, min(longest, decode.MAX_SPLITS)))
+    splits = decode.most_splits(num_rows)
+    most = min(max(num_rows, cut.items), num_rows * max(1, min(longest, splits)))
     items = torch.empty((most, ITEM), dtype=torch.int32, device=kv_lens.device)
     block_rows = max(64, triton.next_power_of_2(num_rows))
     _plan_kernel[(1,)](
@@ -588,7 +589,7 @@ def plan_splits(
         cut.waiting,
         cut.warps,
         costs.uneven,
-        MAX_SPLITS=decode.MAX_SPLITS,
+        splits,
         BLOCK_ROWS=block_rows,
         BLOCK_N=cut.block_n,
         ITEM=ITEM,
