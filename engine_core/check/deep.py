@@ -318,13 +318,26 @@ def _layer_differences(ours: Trace, theirs: Trace) -> list[Difference]:
         (f"layer {index}", mine, other)
         for index, (mine, other) in enumerate(zip(ours.layers, theirs.layers, strict=False))
     ]
-    return [
-        _difference(part, ours.outputs[mine], theirs.outputs[other])
-        for part, mine, other in pairs
-        if mine in ours.outputs
-        and other in theirs.outputs
-        and ours.outputs[mine].shape == theirs.outputs[other].shape
-    ]
+    found = []
+    for part, mine, other in pairs:
+        one, two = ours.outputs.get(mine), theirs.outputs.get(other)
+        if one is None or two is None or one.shape != two.shape:
+            continue
+        if part == "embedding":
+            one = _scaled(one, two)
+        found.append(_difference(part, one, two))
+    return found
+
+
+def _scaled(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Ours times the number that brings it nearest to theirs.
+
+    Where embeddings are multiplied by a number, as Gemma's, one model does it in the embedding and
+    another behind it. The first layer differs if one of them does not.
+    """
+    one, two = ours.double(), theirs.double()
+    factor = float((one * two).sum() / one.square().sum())
+    return one * factor if math.isfinite(factor) else ours
 
 
 def _difference(part: str, ours: Tensor, theirs: Tensor) -> Difference:

@@ -703,7 +703,16 @@ class _Check:
                 self._add("weights-not-finite", "error", message, bad)
                 return
             if file is None and model.source.scheme is not None:
-                self.quantization_cost = measure_quantization(model, self.tokenizer)
+                cost = measure_quantization(model, self.tokenizer)
+                self.quantization_cost = cost
+                if cost.mean_kl is None:
+                    self._add(
+                        "comparison-differs",
+                        "error",
+                        f"quantization {cost.scheme}: the next tokens' probabilities are not "
+                        "finite, with the weights as they are used or with the same weights as "
+                        "numbers",
+                    )
             self.comparison = (
                 compare_with_transformers(model)
                 if file is None

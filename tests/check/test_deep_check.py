@@ -45,7 +45,10 @@ def wrong(tmp_path: Path) -> EngineConfig:
     return IDS.replace(custom_module_map=str(file))
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "llama-yarn", "bloom-6heads", "qwen2-swa"])
+SAME = ["llama-gqa", "llama-yarn", "bloom-6heads", "qwen2-swa", "gemma2-caps", "gemma3-ropes"]
+
+
+@pytest.mark.parametrize("name", SAME)
 def test_the_same_as_transformers(name: str) -> None:
     report = check_model(GOLDEN / name, IDS, deep=True)
     assert report.exit_code == 0

@@ -730,6 +730,21 @@ def test_codes_without_a_config_are_named(tmp_path: Path) -> None:
     )
 
 
+def test_the_deep_check_says_that_probabilities_are_not_finite(tmp_path: Path) -> None:
+    """Of scales that are finite, and whose codes are numbers too large for float32."""
+    it = Made(tmp_path, "compressed by rows")
+
+    def enlarge(tensors: dict[str, Tensor]) -> None:
+        scales = tensors["model.layers.1.mlp.down_proj.weight_scale"]
+        tensors["model.layers.1.mlp.down_proj.weight_scale"] = torch.full_like(scales.float(), 3e38)
+
+    made.change(it.packed, enlarge)
+    report = check_model(it.packed, EngineConfig(**BASE), deep=True)
+    assert report.exit_code == 3
+    messages = [each.message for each in report.errors if each.code == "comparison-differs"]
+    assert any("the next tokens' probabilities are not finite" in text for text in messages)
+
+
 @pytest.mark.parametrize(
     "kind", ["awq", "gptq, act-order", "compressed, zeros", "int8 and activations"]
 )
