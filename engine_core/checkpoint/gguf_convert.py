@@ -264,7 +264,8 @@ def translate_gguf(
             f"{gguf.path} is one of {parts} parts; join them with 'llama-gguf-split --merge'"
         )
     adapter = _adapt(gguf, adapter_class)
-    dtype = _matrix_dtype(gguf) if dtype == "auto" else dtype
+    if dtype == "auto":
+        dtype = dtype_of_matrices(gguf) or "bfloat16"
     ids = special_ids(gguf)
     return TranslatedGGUF(
         config={**adapter.config(), **ids, "dtype": dtype},
@@ -370,10 +371,11 @@ def _adapt(gguf: GGUFFile, adapter: type[GGUFAdapter]) -> GGUFAdapter:
         ) from error
 
 
-def _matrix_dtype(gguf: GGUFFile) -> str:
+def dtype_of_matrices(gguf: GGUFFile) -> str | None:
+    """Element type of a file's matrices; None if they are quantised, or of several types."""
     # Norms and biases are float32 in every GGUF file; the matrices say what it is.
     types = {tensor.type_name for tensor in gguf.tensors.values() if len(tensor.shape) > 1}
-    return _UNQUANTISED.get(types.pop(), "bfloat16") if len(types) == 1 else "bfloat16"
+    return _UNQUANTISED.get(types.pop()) if len(types) == 1 else None
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

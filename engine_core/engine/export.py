@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from engine_core.checkpoint import Checkpoint, TensorHeader, resolve_model
+from engine_core.checkpoint.gguf import GGUFFile
+from engine_core.checkpoint.gguf_convert import dtype_of_matrices
 from engine_core.checkpoint.one_file import (
     OneFile,
     Spec,
@@ -89,8 +91,8 @@ def export_model(
 ) -> Exported:
     """Write ``model`` to one safetensors file at ``path``.
 
-    Its weights are quantised as ``config.quantization`` says, else they stay as they are; those of
-    a GGUF file are unpacked first. Nothing is left where it fails.
+    Its weights are quantised as ``config.quantization`` says, else they stay as they are; the
+    blocks of a GGUF file are unpacked first. Nothing is left where it fails.
 
     Raises:
         OptionError: ``path`` exists and ``force`` is not given, the quantisation has no such form,
@@ -105,10 +107,14 @@ def export_model(
         raise OptionError(f"quantization {wanted!r} has no form in a file; those that have one are "
                           f"{', '.join(_GROUPS)}")  # fmt: skip
     registry = build_registry(config.custom_module_map, plugin_errors=config.plugin_errors)
-    is_gguf = resolve_model(model, config.revision).suffix.lower() == ".gguf"
+    source_path = resolve_model(model, config.revision)
+    is_gguf = source_path.suffix.lower() == ".gguf"
     if config.quantization == UNPACKED:
         check_unpacked(model, is_gguf=is_gguf)
     opened = config.replace(quantization=UNPACKED if is_gguf else None, device="cpu")
+    if is_gguf and config.dtype == "auto":
+        # Not the type that this CPU would run them in.
+        opened = opened.replace(dtype=dtype_of_matrices(GGUFFile(source_path)) or "auto")
     source = open_model(model, opened, registry, convert=False)
     checkpoint = source.checkpoint
     if not checkpoint.has_weights:

@@ -15,6 +15,7 @@ import numpy as np
 import packed_checkpoints
 import pytest
 import torch
+from checkpoint_files import write_llama_gguf
 from damaged_checkpoints import sign, write_good
 from golden_fixtures import GOLDEN, golden_prompts, greedy_params
 from safetensors import safe_open
@@ -240,6 +241,26 @@ def test_a_gguf_file_keeps_its_grid_of_four_bits(tmp_path: Path) -> None:
         assert llm.generate(prompt, params)[0].outputs[0].token_ids == expected
         assert llm.tokenizer is not None
         assert llm.tokenizer.chat_template is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)],
+)
+def test_numbers_of_a_gguf_file_keep_their_type(
+    tmp_path: Path, kind: str, dtype: torch.dtype
+) -> None:
+    """Not the one that this CPU would run them in."""
+    config = packed_checkpoints.CONFIG
+    numbers = {
+        name: tensor.to(dtype).float() for name, tensor in packed_checkpoints.llama().items()
+    }
+    arrays = {name: tensor.numpy() for name, tensor in numbers.items()}
+    file = write_llama_gguf(tmp_path / "model.gguf", arrays, config, quantise=kind)
+    export_model(str(file), tmp_path / "out.safetensors")
+    got = load_file(tmp_path / "out.safetensors")
+    assert {tensor.dtype for tensor in got.values()} == {dtype}
+    assert all(torch.equal(got[name].float(), tensor) for name, tensor in numbers.items())
 
 
 def test_what_is_imported_gives_transformers_the_golden_logits(tmp_path: Path) -> None:
