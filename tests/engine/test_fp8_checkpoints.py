@@ -438,6 +438,8 @@ FP8_BLOCK = {
     [
         ("blocks", setting(scale_fmt="float")),
         ("blocks", setting(scale_fmt="ue8m0")),
+        # As MiniMax-M2 writes it, and others.
+        ("blocks", setting(fmt="float8_e4m3fn")),
         ("static", setting(activation_scheme="static", scale_fmt=None)),
         ("channel", inputs(strategy="token", dynamic=True)),
         ("tensor", inputs(strategy="tensor", dynamic=False)),

@@ -60,7 +60,7 @@ class Fp8Scheme(Fp8CheckpointScheme):
         for key, known in (
             ("activation_scheme", (None, "dynamic", "static")),
             ("weight_block_size", (None, [128, 128])),
-            ("fmt", (None, "e4m3")),
+            ("fmt", (None, "e4m3", "float8_e4m3fn")),
             ("expert_dtype", (None, "fp8")),
             # Powers of 2 are kept in bytes of their own type; the tensors say which they are.
             ("scale_fmt", (None, "float", "ue8m0")),
