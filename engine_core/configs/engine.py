@@ -134,7 +134,8 @@ class EngineConfig(FrozenConfig):
     quantization: str | None = Field(default=None, min_length=1)
     """Store weights with fewer bits: int8 or int4, made at load; on a GPU also fp8, made at load;
     gguf, which keeps a GGUF file's blocks. That is the default for one on a CPU, and unpacked
-    turns them into numbers. Packages may add names."""
+    turns them into numbers. Packages may add names. The quant_method of a quantised checkpoint's
+    config.json asks for nothing more."""
     compile_processes: Annotated[int | None, Field(ge=0), _Number] = None
     """Processes that compile kernels beside a start on a GPU, unless all are kept from an earlier
     one; as many as there are cores, at most 32, if not set. With 0 each is compiled where it is

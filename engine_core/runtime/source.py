@@ -208,14 +208,33 @@ def option_scheme(
     """The quantisation scheme that ``config`` asks for, if it does.
 
     Raises:
-        OptionError: no scheme has this name, or it cannot run on ``device``.
+        OptionError: no scheme has this name, and none knows a ``quant_method`` of this name; or it
+            cannot run on ``device``.
         PluginError: its package is broken, or two bring the name.
     """
-    if config.quantization in (None, UNPACKED):
+    asked = config.quantization
+    if asked is None or asked == UNPACKED:
         return None
-    scheme = registry.quantization_scheme(config.quantization)
+    try:
+        scheme = registry.quantization_scheme(asked)
+    except OptionError:
+        if registry.recognise_quantization({"quant_method": asked}) is None:
+            raise
+        return _MethodOfCheckpoint(asked)
     scheme.check_device(device)
     return scheme
+
+
+class _MethodOfCheckpoint(QuantizationScheme):
+    """The name of a checkpoint's ``quant_method`` that no scheme has: the same as no option."""
+
+    def check_checkpoint(self, checkpoint: Checkpoint, model: str) -> None:
+        """Refuse a checkpoint that no tool quantised; :func:`find_scheme` looks at the others."""
+        if not any(checkpoint.hf_config.get(key) for key in QUANTIZATION_KEYS):
+            raise OptionError(
+                f"quantization {self.name!r} is for checkpoints that are quantised so, and {model} "
+                "is not; leave it out"
+            )
 
 
 def check_revision(model: str, config: EngineConfig) -> None:
@@ -444,7 +463,8 @@ def find_scheme(
     """The scheme of a checkpoint that a tool quantised, else the one that the option asks for.
 
     The latter also where a tool quantised the cache alone: it has its settings for that then.
-    Without either the one that :func:`keeps_blocks` of a GGUF file.
+    Without either the one that :func:`keeps_blocks` of a GGUF file. An option that names the
+    checkpoint's own ``quant_method`` asks for the checkpoint's scheme, whatever that is called.
 
     Raises:
         ConfigError: no scheme recognises what the tool wrote; names the tool's method.
@@ -457,7 +477,8 @@ def find_scheme(
     hf_config = checkpoint.hf_config
     key = next((key for key in QUANTIZATION_KEYS if hf_config.get(key) is not None), None)
     if key is None:
-        return option
+        # That a method is named where there is none was said when the files were opened.
+        return None if isinstance(option, _MethodOfCheckpoint) else option
     settings = hf_config.get(key)
     method, name = settings, None
     if isinstance(settings, dict):
@@ -469,13 +490,14 @@ def find_scheme(
             "read; take the model's unquantised checkpoint or a GGUF file of it",
             code=ErrorCode.QUANTIZATION,
         )
-    other = option is not None and option.name != name
-    if option is not None and other and not _weights_are_plain(registry, name, settings):
-        raise OptionError(
-            f"quantization {option.name!r} is asked for, but the checkpoint's weights are "
-            f"quantised by {name!r} ({key} says {method!r}); leave quantization out"
-        )
-    if option is not None and other:
+    if option is not None and option.name not in (name, method):
+        if isinstance(option, _MethodOfCheckpoint) or not _weights_are_plain(
+            registry, name, settings
+        ):
+            raise OptionError(
+                f"quantization {option.name!r} is asked for, but the checkpoint's weights are "
+                f"quantised by {method or name!r} ({key}); leave quantization out"
+            )
         option.cache_settings = settings
         return option
     scheme = registry.quantization_scheme(name, settings)

@@ -775,6 +775,42 @@ def test_an_option_over_quantised_weights_is_one_error(tmp_path: Path) -> None:
         assert f"quantization {option!r} is asked for, but" in problem.message
 
 
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        ("awq", "awq"),
+        ("gptq", "gptq"),
+        ("compressed", "compressed-tensors"),
+        ("int8 and activations", "compressed-tensors"),
+        ("compressed", "engine-core"),
+    ],
+)
+def test_the_method_of_the_checkpoint_may_be_named(tmp_path: Path, kind: str, method: str) -> None:
+    """As config.json calls it, which need not be the name of a scheme."""
+    it = Made(tmp_path, kind)
+    setting(quant_method=method)(it)
+    given = EngineConfig(quantization=method, **BASE)
+    report = check_model(it.packed, given)
+    assert not report.errors
+    assert report.weights == check_model(it.packed, EngineConfig(**BASE)).weights
+    greedy = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    with LLM(str(it.packed), given) as llm:
+        assert len(llm.generate([[1, 5, 9]], greedy)[0].outputs[0].token_ids) == 2
+    [problem] = check_model(it.plain, given).errors
+    assert f"quantization {method!r} is for checkpoints that are quantised so" in problem.message
+
+
+def test_the_method_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
+    it = Made(tmp_path, "compressed")
+    for asked in ("engine-core", "awq", "fp8"):
+        given = EngineConfig(quantization=asked, **BASE)
+        [problem] = check_model(it.packed, given).errors
+        assert problem.message.endswith("quantised by 'compressed-tensors' (quantization_config); "
+                                        "leave quantization out")  # fmt: skip
+        with pytest.raises(OptionError, match=f"quantization '{asked}' is asked for, but"):
+            LLM(str(it.packed), given)
+
+
 def test_options_that_do_not_fit(tmp_path: Path) -> None:
     it = Made(tmp_path, "awq")
     with pytest.raises(OptionError, match="quantised by 'awq'"):

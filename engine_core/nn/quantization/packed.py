@@ -732,9 +732,11 @@ class CompressedIntegersScheme(PackedScheme):
 
     @classmethod
     def condition(cls, settings: Mapping[str, Any]) -> bool:
-        """By the method's name, where all groups are of integers."""
-        mine = settings.get("quant_method") in ("compressed-tensors", "engine-core")
-        return mine and bool(integer_groups(settings))
+        """By the method's name; that of the tool has other groups, too."""
+        method = settings.get("quant_method")
+        if method == "engine-core":
+            return True
+        return method == "compressed-tensors" and bool(integer_groups(settings))
 
     def linears(self, headers: Mapping[str, Any]) -> Iterator[Integers]:
         """Packed ``weight_packed [N, K * bits / 32]`` or ``weight [N, K]`` int8, and scales.
