@@ -384,6 +384,42 @@ BROKEN: Mapping[str, tuple[str, Callable[[Made], Any], str]] = {
         lambda it: (drop("g_idx")(it), setting(desc_act=False)(it)),
         f"inputs into groups that are no neighbours, and there is no {PLACE}g_idx",
     ),
+    "groups that nobody filled in": (
+        "gptq, act-order",
+        put("g_idx", lambda groups: torch.full_like(groups, -1)),
+        f"desc_act is True, and {PLACE}g_idx has -1 for all 128 inputs, which does not say in which"
+        " of 4 groups each is",
+    ),
+    "zeros for groups": (
+        "gptq, act-order",
+        put("g_idx", torch.zeros_like),
+        f"desc_act is True, and {PLACE}g_idx has 0 for all 128 inputs, which does not say in which",
+    ),
+    "zeros beside groups": (
+        "gptq, act-order",
+        lambda it: (put("g_idx", torch.zeros_like)(it), setting(desc_act=False)(it)),
+        f"into groups that are no neighbours, and {PLACE}g_idx has 0 for all 128 inputs",
+    ),
+    "more inputs than a group has": (
+        "gptq, act-order",
+        put("g_idx", lambda groups: groups.where(groups.cumsum(0) > 9, 2)),
+        f"{PLACE}g_idx puts 3",
+    ),
+    "more inputs than a group of neighbours has": (
+        "gptq",
+        put("g_idx", lambda groups: groups.where(torch.arange(128) != 9, 1)),
+        f"{PLACE}g_idx puts 65 inputs into group 1, and groups are of 64",
+    ),
+    "some that nobody filled in": (
+        "compressed, act-order",
+        put("weight_g_idx", lambda groups: groups.where(torch.arange(128) != 9, -1)),
+        f"{PLACE}weight_g_idx puts inputs into group -1, and there are groups 0 to 3",
+    ),
+    "zeros for groups of a config": (
+        "compressed, act-order",
+        put("weight_g_idx", torch.zeros_like),
+        f"{PLACE}weight_g_idx puts 128 inputs into group 0, and groups are of 32",
+    ),
     "no groups of a config": (
         "compressed, act-order",
         drop("weight_g_idx"),
@@ -620,6 +656,55 @@ def test_groups_of_neighbours_need_no_index(
     change(it)
     for leaf in ("g_idx", "weight_g_idx"):
         drop_all(it, leaf)
+    assert not check(it)
+    expected = linears(it.model(it.plain))
+    for name, layer in linears(it.model(it.packed, CUDA)).items():
+        assert torch.equal(layer.weight, expected[name].weight)
+
+
+def unfilled(leaf: str, value: int, most: int) -> Callable[[Made], None]:
+    """The groups of at most so many linears."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        stems = [name.rpartition(".")[0] for name in tensors if name.endswith(("_scale", "scales"))]
+        for stem in sorted(stems)[:most]:
+            inputs = 256 if "down" in stem else 128
+            tensors[f"{stem}.{leaf}"] = torch.full((inputs,), value, dtype=torch.int32)
+
+    return lambda it: made.change(it.packed, change)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "leaf", "value", "most"),
+    [
+        ("gptq", setting(desc_act=False), "g_idx", 0, 99),
+        ("gptq", setting(desc_act=False), "g_idx", -1, 3),
+        ("gptq", setting(desc_act=True, static_groups=True), "g_idx", 0, 3),
+        ("compressed", weights(actorder="group"), "weight_g_idx", -1, 99),
+        ("compressed", weights(actorder="weight"), "weight_g_idx", -1, 3),
+    ],
+)
+def test_groups_that_nobody_filled_in_are_of_neighbours(
+    tmp_path: Path, kind: str, change: Callable[[Made], None], leaf: str, value: int, most: int
+) -> None:
+    """As those are that ask for no order, and what llm-compressor does not calibrate."""
+    it = Made(tmp_path, kind)
+    change(it)
+    unfilled(leaf, value, most)(it)
+    assert not check(it)
+    expected = linears(it.model(it.plain))
+    for name, layer in linears(it.model(it.packed, CUDA)).items():
+        assert torch.equal(layer.weight, expected[name].weight)
+
+
+def test_the_last_group_may_have_fewer_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whatever order the inputs are."""
+    form = FORMATS["gptq, act-order"]
+    settings = form.settings | {"group_size": 96}
+    monkeypatch.setitem(FORMATS, "odd", form._replace(group=96, settings=settings))
+    it = Made(tmp_path, "odd")
     assert not check(it)
     expected = linears(it.model(it.plain))
     for name, layer in linears(it.model(it.packed, CUDA)).items():

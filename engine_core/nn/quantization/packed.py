@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -102,6 +103,7 @@ class Integers:
         layout: the form that they are brought into.
         order: the group of each input, if the checkpoint names other groups than neighbours.
         even: whether these groups are of equal size.
+        unfilled: what all inputs have for a group, if nobody filled that in.
         held: tensors that were read, until all of them were.
     """
 
@@ -111,6 +113,7 @@ class Integers:
     layout: GroupLayout
     order: Tensor | None = None
     even: bool = True
+    unfilled: int | None = None
     held: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -140,6 +143,9 @@ class Integers:
             yield f"{self.name}.weight_zero_point", _Header(zeros, (n, self.groups))
         if layout.ordered:
             yield f"{self.name}.weight_g_idx", _Header("int32", (k,))
+
+
+_Take = Callable[[str, Tensor, Integers], None]
 
 
 def _expand(packed: Tensor, bits: int) -> Tensor:
@@ -245,11 +251,13 @@ class PackedScheme(QuantizationScheme):
         codes_leaf: the last name of the tensor of codes.
         known: settings that matter, and the values of each that are supported.
         passed: settings that say nothing about the tensors.
+        unfilled: what a ``g_idx`` of several groups has everywhere if nobody filled it in.
     """
 
     codes_leaf: ClassVar[str]
     known: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     passed: ClassVar[tuple[str, ...]] = ()
+    unfilled: ClassVar[tuple[int, ...]] = (-1,)
     _on_cpu = False
 
     def __init__(self, name: str, settings: Mapping[str, Any] | None = None) -> None:
@@ -459,7 +467,8 @@ class PackedScheme(QuantizationScheme):
 
     def _read_layouts(self, checkpoint: Any) -> None:
         """Look at the groups that inputs are in, and at shapes, where the checkpoint says."""
-        takes = {"groups": _take_groups, "shape": _check_shape}
+        take_groups = partial(_take_groups, unfilled=self.unfilled)
+        takes: dict[str, _Take] = {"groups": take_groups, "shape": _check_shape}
         wanted = {
             f"{linear.name}.{leaf}": (takes[kind], linear)
             for linear in self._linears.values()
@@ -473,18 +482,33 @@ class PackedScheme(QuantizationScheme):
 
 
 def _without_order(ordered: Integers, linear: Integers, leaf: str) -> ConfigError:
+    name = f"{linear.name}.{leaf}"
+    lacks = f"there is no {name}" if linear.unfilled is None else _not_filled(name, linear)
     return unsupported(
-        f"{ordered.name}.{leaf} puts inputs into groups that are no neighbours, and there is no "
-        f"{linear.name}.{leaf}"
+        f"{ordered.name}.{leaf} puts inputs into groups that are no neighbours, and {lacks}"
     )
 
 
-def _take_groups(name: str, tensor: Tensor, linear: Integers) -> None:
-    """Note the group of each input, if these are not of neighbours."""
+def _not_filled(name: str, linear: Integers) -> str:
+    return (
+        f"{name} has {linear.unfilled} for all {linear.shape[1]} inputs, which does not say in "
+        f"which of {linear.groups} groups each is"
+    )
+
+
+def _take_groups(name: str, tensor: Tensor, linear: Integers, unfilled: tuple[int, ...]) -> None:
+    """Note the group of each input, if these are not of neighbours.
+
+    Raises:
+        ConfigError: there is no such group, or it has more inputs than a group can.
+    """
     k, size = linear.shape[1], linear.layout.group_size or linear.shape[1]
     tensor = tensor.int()
     neighbours = torch.arange(k, dtype=torch.int32) // size
-    if bool((tensor == -1).all()) or torch.equal(tensor, neighbours):
+    if torch.equal(tensor, neighbours):
+        return
+    linear.unfilled = next((each for each in unfilled if bool((tensor == each).all())), None)
+    if linear.unfilled is not None:
         return
     low, high = int(tensor.min()), int(tensor.max())
     if low < 0 or high >= linear.groups:
@@ -492,8 +516,15 @@ def _take_groups(name: str, tensor: Tensor, linear: Integers) -> None:
             f"{name} puts inputs into group {low if low < 0 else high}, and there are "
             f"groups 0 to {linear.groups - 1}"
         )
+    sizes = torch.bincount(tensor.long(), minlength=linear.groups)
+    if bool((sizes > size).any()):
+        group = int(sizes.argmax())
+        raise unsupported(
+            f"{name} puts {int(sizes[group])} inputs into group {group}, and groups are of {size}"
+        )
+    # Some have fewer where the inputs are no multiple, and where a tool padded them.
     linear.order = tensor.clone()
-    linear.even = bool((torch.bincount(tensor.long(), minlength=linear.groups) == size).all())
+    linear.even = bool((sizes == size).all())
     linear.layout = replace(linear.layout, ordered=True, quantizes_rows=False)
 
 
@@ -612,6 +643,9 @@ class GPTQScheme(PackedScheme):
     """AutoGPTQ's and GPTQModel's layout, of 4 and 8 bits."""
 
     codes_leaf = "qweight"
+    # ExLlama's kernels in these tools take zeros for groups of neighbours, the others for group 0.
+    # No tool writes them with desc_act, without which vLLM does not look.
+    unfilled = (-1, 0)
     known: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **_OF_BOTH,
         "bits": (4, 8),
@@ -655,9 +689,13 @@ class GPTQScheme(PackedScheme):
         # looks whether it was filled: with desc_act that is not how the inputs were grouped.
         super()._read_layouts(checkpoint)
         ordered = next((each for each in self._linears.values() if each.order is not None), None)
-        for linear in self._linears.values() if ordered and not self._groups_neighbours else ():
-            if linear.groups > 1 and "g_idx" not in linear.leaves:
-                assert ordered is not None, "or there is nothing to compare with"
+        needed = bool((self.settings or {}).get("desc_act"))
+        for linear in self._linears.values() if not self._groups_neighbours else ():
+            if needed and linear.unfilled is not None:
+                filled = _not_filled(f"{linear.name}.g_idx", linear)
+                raise unsupported(f"desc_act is True, and {filled}")
+            lacks = linear.unfilled is not None or "g_idx" not in linear.leaves
+            if ordered is not None and linear.groups > 1 and lacks:
                 raise _without_order(ordered, linear, "g_idx")
 
     def linears(self, headers: Mapping[str, Any]) -> Iterator[Integers]:
@@ -777,7 +815,9 @@ class CompressedIntegersScheme(PackedScheme):
         elif not symmetric:
             zeros = tensors.ask("weight_zero_point", "zeros", ("int8",))
             tensors.expect("weight_zero_point", zeros, tuple(scales.shape))
-        # By the other orders inputs were quantised, and groups are of neighbours.
+        # By the other orders inputs were quantised, and groups are of neighbours. So are those of a
+        # weight_g_idx of -1: the modifier that calibrates did not reach the layer, and the tool
+        # quantises and unpacks it so (_process_group).
         actorder = weights.get("actorder")
         needed = groups > 1 and actorder in (True, "group", "dynamic")
         tensors.ask_order(
