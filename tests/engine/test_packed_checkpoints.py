@@ -420,6 +420,16 @@ BROKEN: Mapping[str, tuple[str, Callable[[Made], Any], str]] = {
         put("weight_g_idx", torch.zeros_like),
         f"{PLACE}weight_g_idx puts 128 inputs into group 0, and groups are of 32",
     ),
+    "no groups beside others, which were to be static": (
+        "gptq, act-order",
+        lambda it: (drop("g_idx")(it), setting(static_groups=True)(it)),
+        f"inputs into groups that are no neighbours, and there is no {PLACE}g_idx",
+    ),
+    "zeros beside others, which were to be static": (
+        "gptq, act-order",
+        lambda it: (put("g_idx", torch.zeros_like)(it), setting(meta={"static_groups": True})(it)),
+        f"into groups that are no neighbours, and {PLACE}g_idx has 0 for all 128 inputs",
+    ),
     "no groups of a config": (
         "compressed, act-order",
         drop("weight_g_idx"),
@@ -705,6 +715,17 @@ def test_the_last_group_may_have_fewer_inputs(
     settings = form.settings | {"group_size": 96}
     monkeypatch.setitem(FORMATS, "odd", form._replace(group=96, settings=settings))
     it = Made(tmp_path, "odd")
+    assert not check(it)
+    expected = linears(it.model(it.plain))
+    for name, layer in linears(it.model(it.packed, CUDA)).items():
+        assert torch.equal(layer.weight, expected[name].weight)
+
+
+def test_static_groups_that_some_name_are_of_neighbours(tmp_path: Path) -> None:
+    """AutoGPTQ's and GPTQModel's loaders have neighbours where a file names none."""
+    it = Made(tmp_path, "gptq")
+    setting(desc_act=True, static_groups=True)(it)
+    drop("g_idx")(it)
     assert not check(it)
     expected = linears(it.model(it.plain))
     for name, layer in linears(it.model(it.packed, CUDA)).items():

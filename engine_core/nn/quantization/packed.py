@@ -684,13 +684,14 @@ class GPTQScheme(PackedScheme):
         )
 
     def _read_layouts(self, checkpoint: Any) -> None:
-        # GPTQModel and AutoGPTQ save g_idx of every layer. Without it GPTQModel's loader leaves the
-        # buffer as _register_gptq_buffers made it, in groups of neighbours, only because nothing
-        # looks whether it was filled: with desc_act that is not how the inputs were grouped.
+        # GPTQModel and AutoGPTQ save g_idx of every layer. Without it their loaders leave the
+        # buffer as it was made, in groups of neighbours, only because nothing looks whether it was
+        # filled: with desc_act that is how inputs were grouped if groups are static alone. Then
+        # those of the other layers are of neighbours, too, or the setting is not true.
         super()._read_layouts(checkpoint)
         ordered = next((each for each in self._linears.values() if each.order is not None), None)
-        needed = bool((self.settings or {}).get("desc_act"))
-        for linear in self._linears.values() if not self._groups_neighbours else ():
+        needed = bool((self.settings or {}).get("desc_act")) and not self._groups_neighbours
+        for linear in self._linears.values():
             if needed and linear.unfilled is not None:
                 filled = _not_filled(f"{linear.name}.g_idx", linear)
                 raise unsupported(f"desc_act is True, and {filled}")
