@@ -15,7 +15,7 @@ import torch
 
 from engine_core.kernels import GPU, gpu_of
 from engine_core.kernels.linear.tiles import MOST_GROUP_ROWS
-from engine_core.nn.quantization.packed import integer_groups
+from engine_core.nn.quantization.packed import integer_groups, puts_in_order
 from engine_core.nn.quantization.scheme import QuantizationScheme
 
 # Models for which losses were measured have 288 and 576; of wider ones nothing is known here.
@@ -77,7 +77,7 @@ def forms_of(scheme: QuantizationScheme, hidden_size: int) -> frozenset[WeightFo
                 "integers",
                 given.get("bits") or 4,
                 0 if size == -1 else size,
-                ordered=scheme.name == "gptq" and bool(given.get("desc_act")),
+                ordered=scheme.name == "gptq" and size != -1 and puts_in_order(given),
             )
         ]
     elif scheme.name == "compressed-tensors-int":
@@ -293,10 +293,21 @@ FACTS = (
         capability=((8, 0), (99, 0)),
     ),
     Fact(
-        lambda form: form.kind == "integers" and form.bits == 4 and not form.timed,
+        lambda form: form.kind == "integers" and form.bits == 4 and form.ordered,
         "cuda",
         "steps of many tokens may take longer than with bfloat16 weights, which was not measured "
-        f"with 4 bits in groups other than 128 neighbours; {_TO_NUMBERS}",
+        "with 4 bits in groups whose inputs are no neighbours, as act-order (desc_act, actorder) "
+        f"chooses them; {_TO_NUMBERS}",
+        severe=False,
+        capability=((8, 0), (99, 0)),
+    ),
+    Fact(
+        lambda form: (
+            form.kind == "integers" and form.bits == 4 and not form.timed and not form.ordered
+        ),
+        "cuda",
+        "steps of many tokens may take longer than with bfloat16 weights, which was not measured "
+        f"with 4 bits in groups other than 128 inputs; {_TO_NUMBERS}",
         severe=False,
         capability=((8, 0), (99, 0)),
     ),

@@ -589,6 +589,18 @@ def _checked_group(settings: Mapping[str, Any]) -> int:
     return size
 
 
+def puts_in_order(settings: Mapping[str, Any]) -> bool:
+    """Whether GPTQ's inputs were put into another order, and laid out in groups after that.
+
+    Those of static groups were laid out before, and are neighbours.
+    """
+    meta = settings.get("meta")
+    static = any(
+        isinstance(each, dict) and each.get("static_groups") is True for each in (settings, meta)
+    )
+    return bool(settings.get("desc_act")) and not static
+
+
 class AWQScheme(PackedScheme):
     """AutoAWQ's layout "gemm", of 4 bits."""
 
@@ -673,16 +685,6 @@ class GPTQScheme(PackedScheme):
         """By the method's name."""
         return settings.get("quant_method") == "gptq"
 
-    @property
-    def _groups_neighbours(self) -> bool:
-        """Whether groups were laid out before the inputs were put into another order."""
-        settings = self.settings or {}
-        meta = settings.get("meta")
-        return any(
-            isinstance(each, dict) and each.get("static_groups") is True
-            for each in (settings, meta)
-        )
-
     def _read_layouts(self, checkpoint: Any) -> None:
         # GPTQModel and AutoGPTQ save g_idx of every layer. Without it their loaders leave the
         # buffer as it was made, in groups of neighbours, only because nothing looks whether it was
@@ -690,7 +692,7 @@ class GPTQScheme(PackedScheme):
         # those of the other layers are of neighbours, too, or the setting is not true.
         super()._read_layouts(checkpoint)
         ordered = next((each for each in self._linears.values() if each.order is not None), None)
-        needed = bool((self.settings or {}).get("desc_act")) and not self._groups_neighbours
+        needed = puts_in_order(self.settings or {})
         for linear in self._linears.values():
             if needed and linear.unfilled is not None:
                 filled = _not_filled(f"{linear.name}.g_idx", linear)
@@ -714,7 +716,7 @@ class GPTQScheme(PackedScheme):
             tensors.expect("scales", scales, (groups, n), why=why)
             zeros = tensors.ask("qzeros", "zeros", ("int32",))
             tensors.expect("qzeros", zeros, (groups, -(-n // share)), why=why)
-            needed = groups > 1 and settings.get("desc_act") and not self._groups_neighbours
+            needed = groups > 1 and puts_in_order(settings)
             tensors.ask_order("g_idx", k, ("int32",), "desc_act is True" if needed else None)
             dtype = getattr(torch, scales.dtype)
             layout = GroupLayout(bits, 0 if groups == 1 else size, torch.uint8, False, dtype)
