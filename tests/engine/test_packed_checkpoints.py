@@ -721,6 +721,45 @@ def test_the_last_group_may_have_fewer_inputs(
         assert torch.equal(layer.weight, expected[name].weight)
 
 
+def test_a_last_group_of_fewer_inputs_becomes_numbers_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Though its kernels take groups of such a size."""
+    tensors = made.llama()
+    for name, weight in tensors.items():
+        if "mlp" in name:
+            tensors[name] = weight[:, :192] if "down" in name else weight[:192]
+    monkeypatch.setattr(made, "llama", lambda: tensors)
+    monkeypatch.setitem(made.CONFIG, "intermediate_size", 192)
+    form = FORMATS["gptq v2"]
+    settings = form.settings | {"group_size": 128}
+    monkeypatch.setitem(FORMATS, "short", form._replace(group=128, settings=settings))
+    it = Made(tmp_path, "short")
+    expected = linears(it.model(it.plain))
+    for name, layer in linears(it.model(it.packed, CUDA)).items():
+        assert isinstance(layer.packed, GroupWeight) != ("down" in name)
+        assert torch.equal(layer.weight, expected[name].weight)
+    assert "2 of 14 packed weights are turned into numbers" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["gptq v2", "awq", "compressed", "compressed, zeros"])
+def test_the_last_group_of_neighbours_may_have_fewer_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A CPU's kernel takes codes in groups of 32, which get the scales of the checkpoint's."""
+    form = FORMATS[kind]
+    settings = json.loads(json.dumps(form.settings))
+    groups = settings.get("config_groups")
+    (groups["group_0"]["weights"] if groups else settings).update({"group_size": 96})
+    monkeypatch.setitem(FORMATS, f"odd {kind}", form._replace(group=96, settings=settings))
+    it = Made(tmp_path, f"odd {kind}")
+    expected = linears(it.model(it.plain))
+    for name, layer in linears(it.model(it.packed)).items():
+        assert isinstance(layer.packed, Int4Matrix)
+        off = (layer.weight - expected[name].weight).abs().max()
+        assert off <= 2**-7 * expected[name].weight.abs().max()
+
+
 def test_static_groups_that_some_name_are_of_neighbours(tmp_path: Path) -> None:
     """AutoGPTQ's and GPTQModel's loaders have neighbours where a file names none."""
     it = Made(tmp_path, "gptq")

@@ -259,9 +259,14 @@ class GroupLinearMethod(GroupMethod):
         elif zeros.dtype == torch.uint8:
             scales = scales.float()
             zeros = (8 - zeros.float()) * scales
-        times = 2 * pairs.shape[1] // size // scales.shape[1]
+        columns = 2 * pairs.shape[1]
+        times = (self._layout.group_size or columns) // size
         if times > 1:
-            scales, zeros = (each.repeat_interleave(times, dim=1) for each in (scales, zeros))
+            # The last group may have fewer inputs.
+            scales, zeros = (
+                each.repeat_interleave(times, dim=1)[:, : columns // size]
+                for each in (scales, zeros)
+            )
         make = Int4Matrix.of_packed if in_blocks else Int4Matrix.of_pairs
         return make(pairs, scales, zeros, dtype, size)
 

@@ -382,6 +382,8 @@ class PackedScheme(QuantizationScheme):
                 left[name] = "another layer shares it"
             elif not integers[0].even:
                 left[name] = "its g_idx has groups of several sizes"
+            elif not self._on_cpu and integers[0].shape[1] % (layout.group_size or 1):
+                left[name] = "its last group has fewer inputs"
             elif layer.matrix_shape != layer.weight.shape and layout.ordered:
                 left[name] = "no kernel takes experts whose inputs have an order (g_idx)"
             elif not layout.runs(self._on_cpu, layer.matrix_shape):
