@@ -89,6 +89,14 @@ class Made:
         return model
 
 
+def in_groups(kind: str, size: int) -> made.Format:
+    """One of the formats with a scale for so many inputs."""
+    settings = json.loads(json.dumps(FORMATS[kind].settings))
+    groups = settings.get("config_groups")
+    (groups["group_0"]["weights"] if groups else settings)["group_size"] = size
+    return FORMATS[kind]._replace(group=size, settings=settings)
+
+
 def linears(model: torch.nn.Module) -> dict[str, Linear]:
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear)}
 
@@ -139,6 +147,39 @@ def test_a_cpu_multiplies_them_by_torchs_kernels(
     assert off.norm() < 0.03 * logits(plain).norm()
     if not as_numbers:
         assert it.bytes == held_bytes(packed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "kept"),
+    [
+        *((kind, form, form.bits == 4 or form.group == -1) for kind, form in FORMATS.items()),
+        ("gptq of 16", in_groups("gptq", 16), False),
+        ("gptq of rows of 8 bits", in_groups("gptq of 8 bits", -1), False),
+        ("compressed of 96", in_groups("compressed", 96), True),
+    ],
+)
+def test_codes_that_stay_on_a_cpu_are_said_to_take_longer(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    form: made.Format,
+    kept: bool,
+) -> None:
+    """Wherever torch's kernels multiply them, and not where they become numbers."""
+    caplog.set_level("INFO")
+    monkeypatch.setitem(FORMATS, kind, form)
+    it = Made(tmp_path, kind)
+    report = check_model(it.packed, EngineConfig(**BASE))
+    assert not report.errors
+    said = [each for each in report.problems if each.code == "quantization-slower"]
+    assert [each.severity for each in said] == ["info"] * kept
+    LLM(str(it.packed), EngineConfig(**BASE))
+    longer = "prompts and batches may take longer than with bfloat16 weights, which was not measur"
+    assert all(longer in each.message for each in said)
+    assert (longer in caplog.text) == kept
+    kinds = {type(layer.packed) for layer in linears(it.model(it.packed)).values()}
+    assert kinds.isdisjoint({Int4Matrix, Int8Matrix, OrderedMatrix}) != kept
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -711,9 +752,7 @@ def test_the_last_group_may_have_fewer_inputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In whatever order the inputs are."""
-    form = FORMATS["gptq, act-order"]
-    settings = form.settings | {"group_size": 96}
-    monkeypatch.setitem(FORMATS, "odd", form._replace(group=96, settings=settings))
+    monkeypatch.setitem(FORMATS, "odd", in_groups("gptq, act-order", 96))
     it = Made(tmp_path, "odd")
     assert not check(it)
     expected = linears(it.model(it.plain))
@@ -731,9 +770,7 @@ def test_a_last_group_of_fewer_inputs_becomes_numbers_on_a_gpu(
             tensors[name] = weight[:, :192] if "down" in name else weight[:192]
     monkeypatch.setattr(made, "llama", lambda: tensors)
     monkeypatch.setitem(made.CONFIG, "intermediate_size", 192)
-    form = FORMATS["gptq v2"]
-    settings = form.settings | {"group_size": 128}
-    monkeypatch.setitem(FORMATS, "short", form._replace(group=128, settings=settings))
+    monkeypatch.setitem(FORMATS, "short", in_groups("gptq v2", 128))
     it = Made(tmp_path, "short")
     expected = linears(it.model(it.plain))
     for name, layer in linears(it.model(it.packed, CUDA)).items():
@@ -747,11 +784,7 @@ def test_the_last_group_of_neighbours_may_have_fewer_inputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """A CPU's kernel takes codes in groups of 32, which get the scales of the checkpoint's."""
-    form = FORMATS[kind]
-    settings = json.loads(json.dumps(form.settings))
-    groups = settings.get("config_groups")
-    (groups["group_0"]["weights"] if groups else settings).update({"group_size": 96})
-    monkeypatch.setitem(FORMATS, f"odd {kind}", form._replace(group=96, settings=settings))
+    monkeypatch.setitem(FORMATS, f"odd {kind}", in_groups(kind, 96))
     it = Made(tmp_path, f"odd {kind}")
     expected = linears(it.model(it.plain))
     for name, layer in linears(it.model(it.packed)).items():

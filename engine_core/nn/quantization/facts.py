@@ -38,6 +38,7 @@ class WeightForm:
             (earlier: of weights that had 4 bits before), or a tool.
         activations: whether a GPU quantises those of steps of many tokens, too.
         ordered: whether the inputs of a group are not neighbours.
+        zeros: whether groups have something for zero besides the scale.
     """
 
     kind: Literal["integers", "e4m3", "blocks"]
@@ -46,6 +47,14 @@ class WeightForm:
     maker: Literal["load", "export", "earlier", "tool"] = "tool"
     activations: bool = False
     ordered: bool = False
+    zeros: bool = False
+
+    @property
+    def kept_on_cpu(self) -> bool:
+        """Whether torch's kernels multiply such integers on a CPU, if a weight's shape is fine."""
+        if self.bits == 8:
+            return not self.group and not self.zeros
+        return not self.group or self.group % 32 == 0
 
     @property
     def timed(self) -> bool:
@@ -78,6 +87,7 @@ def forms_of(scheme: QuantizationScheme, hidden_size: int) -> frozenset[WeightFo
                 given.get("bits") or 4,
                 0 if size == -1 else size,
                 ordered=scheme.name == "gptq" and size != -1 and puts_in_order(given),
+                zeros=True,
             )
         ]
     elif scheme.name == "compressed-tensors-int":
@@ -116,6 +126,7 @@ def _integers(settings: Mapping[str, Any]) -> list[WeightForm]:
                 maker,
                 activations=many and strategy in ("channel", "tensor"),
                 ordered=not rows and order in (True, "group", "dynamic"),
+                zeros=not symmetric,
             )
         )
     return found
@@ -269,6 +280,13 @@ FACTS = (
         "cpu",
         "prompts take longer than with bfloat16 weights, 1.5 times with a model of 135M weights, "
         "and batches 1.2 times; a single sequence takes 0.6 times",
+        severe=False,
+    ),
+    Fact(
+        lambda form: form.kind == "integers" and form.maker != "load" and form.kept_on_cpu,
+        "cpu",
+        "prompts and batches may take longer than with bfloat16 weights, which was not measured "
+        "with such a checkpoint; with 'int8' and 'int4', whose kernels multiply its codes, they do",
         severe=False,
     ),
     Fact(
