@@ -633,6 +633,163 @@ def test_what_gptqmodel_says_of_its_calibration_is_passed_over(tmp_path: Path) -
         assert torch.equal(layer.weight, expected[name].weight)
 
 
+# What AutoRound writes besides bits, group_size and sym, by its compressors/base.py.
+OF_AUTOROUND: dict[str, Any] = {
+    "act_bits": 16,
+    "act_data_type": "int",
+    "act_dynamic": True,
+    "act_group_size": 64,
+    "act_sym": True,
+    "amp": False,
+    "autoround_version": "0.12.0",
+    "batch_size": 4,
+    "block_name_to_quantize": "model.layers",
+    "data_type": "int",
+    "enable_minmax_tuning": True,
+    "enable_norm_bias_tuning": True,
+    "enable_quanted_input": True,
+    "iters": 1000,
+    "lr": 0.001,
+    "gradient_accumulate_steps": 2,
+    "low_gpu_mem_usage": True,
+    "minmax_lr": 0.002,
+    "nsamples": 512,
+    "scale_dtype": "torch.float32",
+    "seqlen": 512,
+    "super_bits": None,
+    "static_attention_granularity": "tensor",
+    "static_kv_granularity": "tensor",
+    "sym": False,
+}
+
+
+def auto_round(packing: str | None, **changes: Any) -> Callable[[Made], None]:
+    """Have AutoRound say what another tool's settings do."""
+
+    def change(settings: dict[str, Any]) -> None:
+        given = {key: settings[key] for key in ("bits", "group_size")}
+        settings.clear()
+        settings.update(given | OF_AUTOROUND | {"quant_method": "auto-round"} | changes)
+        if packing is not None:
+            settings["packing_format"] = packing
+
+    return lambda it: it.settings(change)
+
+
+@pytest.mark.parametrize(
+    ("kind", "packing", "method"),
+    [
+        ("gptq", "auto_round:auto_gptq", "auto-round"),
+        ("gptq v1, zeros", "auto_round:auto_gptq", "intel/auto-round"),
+        ("gptq v1, zeros", "auto_round:gptq", "auto-round"),
+        ("gptq v2", "auto_round", "auto-round"),
+        ("gptq of 8 bits", "auto_round:gptqmodel", "auto-round"),
+        ("awq", "auto_round:auto_awq", "auto-round"),
+        ("awq", "auto_round:awq", "intel/auto-round"),
+    ],
+)
+def test_autorounds_layouts_are_those_of_gptq_and_awq(
+    tmp_path: Path, kind: str, packing: str, method: str
+) -> None:
+    it = Made(tmp_path, kind)
+    if packing != "auto_round:gptqmodel":
+        drop_all(it, "g_idx")
+    auto_round(packing, quant_method=method)(it)
+    assert not check(it)
+    assert not check_model(it.packed, EngineConfig(quantization=method, **BASE)).errors
+    expected = linears(it.model(it.plain))
+    for name, layer in linears(it.model(it.packed, CUDA)).items():
+        assert torch.equal(layer.weight, expected[name].weight)
+
+
+QUERIES = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("gptq", auto_round("auto_round:auto_gptq", extra_config={QUERIES: {"bits": 16}})),
+        ("awq", auto_round("auto_round:auto_awq", extra_config={r"0\..*\.q_proj": {"bits": 16}})),
+        ("gptq", setting(dynamic={f"-:{QUERIES}": {}, "+:.*v_proj": {"bits": 4}})),
+    ],
+)
+def test_layers_that_a_rule_leaves_are_plain(
+    tmp_path: Path, kind: str, change: Callable[[Made], None]
+) -> None:
+    """Also where others that they are merged with have codes."""
+    it = Made(tmp_path, kind, lambda name: "lm_head" in name or QUERIES in name)
+    assert "no skip list names these" in check(it)[0].message
+    change(it)
+    assert not check(it)
+    assert (logits(it.model(it.packed, CUDA)) - logits(it.model(it.plain))).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("gptq", {"true_sequential": False, "damp_percent": 0.01, "lm_head": False}),
+        ("awq", {"zero_point": False, "modules_to_not_convert": ["lm_head"]}),
+    ],
+)
+def test_what_autoround_says_in_exports_for_other_tools(
+    tmp_path: Path, kind: str, changes: dict[str, Any]
+) -> None:
+    it = Made(tmp_path, kind)
+    setting(**OF_AUTOROUND, provider="auto-round", **changes)(it)
+    assert not check(it)
+    expected = linears(it.model(it.plain))
+    for name, layer in linears(it.model(it.packed, CUDA)).items():
+        assert torch.equal(layer.weight, expected[name].weight)
+
+
+def of_layer(**given: Any) -> Callable[[Made], None]:
+    return auto_round("auto_round:auto_gptq", extra_config={QUERIES: given})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (auto_round(None), "packing_format of AutoRound is None, not 'auto_round:auto_gptq' or"),
+        (auto_round("auto_round:llm_compressor"), "is 'auto_round:llm_compressor', not 'auto_r"),
+        (auto_round("auto_round:auto_gptq", act_bits=8), "act_bits is 8, not 16 or 32"),
+        (auto_round("auto_round", data_type="mx_int"), "data_type is 'mx_int', not 'int'"),
+        (auto_round("auto_round:auto_gptq", bits=2), "bits is 2, not 4 or 8"),
+        (auto_round("auto_round", super_bits=6), "super_bits is 6, which is not known"),
+        (auto_round("auto_round", static_kv_dtype="fp8"), "static_kv_dtype is 'fp8', which is not"),
+        (auto_round("auto_round", rotation_config={"block_size": 32}), "rotation_config is {'bloc"),
+        (auto_round("auto_round", desc_act=True), "desc_act is True and packing_format 'auto_rou"),
+        (of_layer(bits=8), f"extra_config gives {QUERIES} a bits of 8, and layers that differ"),
+        (of_layer(bits=4, group_size=32), f"gives {QUERIES} a group_size of 32"),
+        (of_layer(act_bits=8), f"gives {QUERIES} a act_bits of 8"),
+        (of_layer(data_type="fp"), f"gives {QUERIES} a data_type of 'fp'"),
+        (auto_round("auto_round", extra_config=["lm_head"]), "extra_config is ['lm_head'], no"),
+        (auto_round("auto_round", extra_config={"((": {"bits": 16}}), "no regular expression"),
+        (setting(**OF_AUTOROUND | {"act_bits": 8}), "act_bits is 8, not 16 or 32"),
+        (setting(dynamic={"+:.*v_proj": {"bits": 8}}), "only rules that skip layers"),
+        (setting(dynamic={"-:((": {}}), "dynamic has 're:((', no regular expression"),
+    ],
+)
+def test_what_autoround_may_say_that_changes_numbers_is_refused(
+    tmp_path: Path, change: Callable[[Made], None], words: str
+) -> None:
+    it = Made(tmp_path, "gptq")
+    change(it)
+    [problem] = check(it)
+    assert problem.code == "quantization-unsupported"
+    assert words in problem.message
+    with pytest.raises(ConfigError) as refused:
+        LLM(str(it.packed), EngineConfig(**BASE))
+    assert words in str(refused.value)
+
+
+def test_layers_that_autoround_names_without_a_difference(tmp_path: Path) -> None:
+    it = Made(tmp_path, "gptq", lambda name: False)
+    alike = {"bits": 4, "group_size": 64, "data_type": "int", "sym": True, "act_bits": 16}
+    auto_round("auto_round:auto_gptq", extra_config={"lm_head": alike})(it)
+    assert not check(it)
+    assert (logits(it.model(it.packed, CUDA)) - logits(it.model(it.plain))).abs().max() < 1e-4
+
+
 def test_a_head_may_have_codes(tmp_path: Path) -> None:
     it = Made(tmp_path, "gptq", lambda name: False)
     setting(lm_head=True)(it)

@@ -10,6 +10,7 @@ what is what.
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from engine_core.errors import ConfigError, OptionError
 from engine_core.kernels.linear.groups import MIDDLE, pack_codes, unpack_codes
 from engine_core.nn.embedding import LMHead, VocabularySplit
 from engine_core.nn.linear import Linear, LinearMethod
+from engine_core.nn.quantization.auto_round import WHOLE_ACTIVATIONS, as_layout, method_of
 from engine_core.nn.quantization.fp8_checkpoint import (
     check_pattern,
     check_value,
@@ -51,7 +53,7 @@ _FLOATS = ("float16", "bfloat16", "float32")
 _ROWS = 1024
 _SCALE_KINDS: dict[str, ScaleKind] = {"scales": "multiplied", "zeros": "added"}
 # How codes were found, in what memory, and by which kernels they ran, as GPTQModel's
-# quantization/config.py and transformers have it: nothing of what the tensors mean.
+# quantization/config.py, transformers and AutoRound have it: nothing of what the tensors mean.
 _OF_CALIBRATION = (
     *("act_group_aware", "auto_forward_data_parallel", "autoround_version", "backend"),
     "batch_size",
@@ -66,9 +68,16 @@ _OF_CALIBRATION = (
     *("offload_to_disk_path", "pack_impl", "pad_token_id", "tokenizer"),
     *("true_sequential", "uri", "use_cuda_fp16", "use_exllama", "vram_strategy"),
     "wait_for_submodule_finalizers",
+    # AutoRound's, which it leaves in its exports for AutoGPTQ and AutoAWQ, too.
+    *("act_data_type", "act_dynamic", "act_group_size", "act_sym", "amp"),
+    *("enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input"),
+    *("gradient_accumulate_steps", "iters", "low_gpu_mem_usage", "lr", "minmax_lr", "nsamples"),
+    *("provider", "quant_block_list", "scale_dtype", "seqlen", "static_attention_granularity"),
+    *("static_kv_granularity", "supported_types", "to_quant_block_names"),
 )
 # Of AWQ and GPTQ alike.
 _OF_BOTH: dict[str, tuple[Any, ...]] = {
+    "act_bits": WHOLE_ACTIVATIONS,
     # A LoRA that is added to the products.
     "adapter": (None, {}),
     "data_type": ("int", None),
@@ -143,6 +152,21 @@ class Integers:
             yield f"{self.name}.weight_zero_point", _Header(zeros, (n, self.groups))
         if layout.ordered:
             yield f"{self.name}.weight_g_idx", _Header("int32", (k,))
+
+
+def _check_rules(settings: Mapping[str, Any]) -> None:
+    """Refuse rules by names (GPTQModel's ``dynamic``) but such as skip layers or change nothing."""
+    rules = settings.get("dynamic") or {}
+    known = isinstance(rules, dict) and all(
+        # AutoRound has a rule for a head with codes, which says once more what these are.
+        rule.startswith("-:")
+        or (isinstance(given, dict) and all(settings.get(k) == v for k, v in given.items()))
+        for rule, given in rules.items()
+    )
+    if not known:
+        raise unsupported(f"dynamic is {rules!r}, and only rules that skip layers ('-:') are known")
+    for rule in rules:
+        check_pattern("dynamic", f"re:{rule.removeprefix('-:').removeprefix('+:')}")
 
 
 _Take = Callable[[str, Tensor, Integers], None]
@@ -261,6 +285,7 @@ class PackedScheme(QuantizationScheme):
     _on_cpu = False
 
     def __init__(self, name: str, settings: Mapping[str, Any] | None = None) -> None:
+        settings = as_layout(settings)
         super().__init__(name, settings)
         self._linears: dict[str, Integers] = {}
         self._layouts: dict[int, GroupLayout] = {}
@@ -269,12 +294,7 @@ class PackedScheme(QuantizationScheme):
             for key, values in self.known.items():
                 if values:
                     check_value(key, settings.get(key), values)
-            # GPTQModel's rules by names. Those with "-:" skip layers, and the tensors say which.
-            rules = settings.get("dynamic")
-            if rules and not (isinstance(rules, dict) and all(r.startswith("-:") for r in rules)):
-                raise unsupported(
-                    f"dynamic is {rules!r}, and only rules that skip layers ('-:') are known"
-                )
+            _check_rules(settings)
 
     def linears(self, headers: Mapping[str, Any]) -> Iterator[Integers]:
         """The linears of integers that a checkpoint has.
@@ -458,7 +478,9 @@ class PackedScheme(QuantizationScheme):
                 )
 
     def _skips(self, name: str) -> bool:
-        return names_layer(self.settings or {}, name)
+        settings = self.settings or {}
+        rules = [rule[2:] for rule in settings.get("dynamic") or () if rule.startswith("-:")]
+        return names_layer(settings, name) or any(re.match(rule, name) for rule in rules)
 
     def _alike(self, first: Integers, other: Integers) -> bool:
         if first.layout != other.layout:
@@ -612,7 +634,8 @@ class AWQScheme(PackedScheme):
         "bits": (4,),
         "w_bit": (4, None),
         **dict.fromkeys(("version", "format", "checkpoint_format"), ("gemm", "GEMM", None)),
-        "zero_point": (True, None),
+        # AutoRound says False of symmetric codes, and keeps the zeros all the same.
+        "zero_point": (True, False, None),
         "quant_method": ("awq",),
         "method": ("awq", None),
     }
@@ -623,8 +646,8 @@ class AWQScheme(PackedScheme):
 
     @classmethod
     def condition(cls, settings: Mapping[str, Any]) -> bool:
-        """By the method's name."""
-        return settings.get("quant_method") == "awq"
+        """By the method's name, or that of AutoRound's layout."""
+        return method_of(settings) == "awq"
 
     def linears(self, headers: Mapping[str, Any]) -> Iterator[Integers]:
         """Tensors ``qweight [K, N / 8]``, ``qzeros [groups, N / 8]``, ``scales [groups, N]``."""
@@ -675,7 +698,7 @@ class GPTQScheme(PackedScheme):
         super().__init__(name, settings)
         # Newer tools write both names or the second alone.
         keys = ("checkpoint_format", "format")
-        given = {key: (settings or {}).get(key) for key in keys}
+        given = {key: (self.settings or {}).get(key) for key in keys}
         versions = {value for value in given.values() if value is not None}
         if len(versions) > 1:
             shown = " and ".join(f"{key} is {value!r}" for key, value in given.items())
@@ -684,8 +707,8 @@ class GPTQScheme(PackedScheme):
 
     @classmethod
     def condition(cls, settings: Mapping[str, Any]) -> bool:
-        """By the method's name."""
-        return settings.get("quant_method") == "gptq"
+        """By the method's name, or that of AutoRound's layout."""
+        return method_of(settings) == "gptq"
 
     def _read_layouts(self, checkpoint: Any) -> None:
         # GPTQModel and AutoGPTQ save g_idx of every layer. Without it their loaders leave the
