@@ -36,6 +36,7 @@ from engine_core.nn.quantization.packed import (
     CompressedIntegersScheme,
     Integers,
     PackedCheckpoint,
+    PackedScheme,
 )
 from engine_core.nn.quantization.scale_values import refused, wrong_scales
 from engine_core.nn.quantization.scheme import QUANTIZATION_KEYS
@@ -137,16 +138,30 @@ def export_model(
         plan = _plan(source, wanted)
         cache = source.scheme and (source.scheme.cache_settings or {}).get(_CACHE)
         hf_config[_SETTINGS] = _settings(plan, wanted) | ({_CACHE: cache} if cache else {})
-    specs = [spec for header in checkpoint.headers.values() for spec in plan.specs(header)]
+    left_out = _unplaced(source)
+    headers = [each for name, each in checkpoint.headers.items() if name not in left_out]
+    specs = [spec for header in headers for spec in plan.specs(header)]
     if wanted is not None:
         _check_loads(source, hf_config, specs, wanted)
-    tensors = (item for each in checkpoint.weights() for item in plan.made(*each))
+    weights = (each for each in checkpoint.weights() if each[0] not in left_out)
+    tensors = (item for each in weights for item in plan.made(*each))
     with torch.inference_mode():
         files = _files(checkpoint, hf_config)
         # One that was a file with codes remains one.
         kept = checkpoint.one_file.scheme if checkpoint.one_file else None
         nbytes = write_one_file(path, files, specs, tensors, scheme=wanted or kept, force=force)
     return Exported(path, nbytes, len(specs), bool(plan.forms), tuple(plan.left))
+
+
+def _unplaced(source: ModelSource) -> frozenset[str]:
+    """Tensors that say nothing and that the model has no place for: numbers would be refused so."""
+    scheme, checkpoint = source.scheme, source.checkpoint
+    spare = scheme.plain(checkpoint).spare if isinstance(scheme, PackedScheme) else frozenset()
+    if not spare:
+        return spare
+    model = build_on_meta(source.model_class, source.model_config, _context(source), scheme)
+    _, account = match_weights(model, checkpoint, source.name, scheme)
+    return spare - account.fills().keys()
 
 
 def _context(source: ModelSource) -> BuildContext:

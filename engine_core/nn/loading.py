@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -162,8 +162,8 @@ class LoadAccount:
             self._taken.add(name)
         return name
 
-    def raise_mismatch(self, where: str) -> None:
-        """Say what did not match, if anything did not.
+    def raise_mismatch(self, where: str, spare: Collection[str] = ()) -> None:
+        """Say what did not match, if anything did not; ``spare`` tensors need not be taken.
 
         Raises:
             WeightsMismatchError: a parameter was not or only partly filled, a tensor was not
@@ -172,7 +172,7 @@ class LoadAccount:
         missing = tuple(
             f"{name}{self._lost(name)}" for name, numel in self._missing.items() if numel > 0
         )
-        unexpected = tuple(name for name in self._offered if name not in self._taken)
+        unexpected = tuple(name for name in self._offered if name not in self._taken | {*spare})
         wrong = tuple(self._wrong)
         twice = tuple(f"{name}: fills what {first} does" for name, first in self._twice.items())
         if not (missing or unexpected or wrong or twice):

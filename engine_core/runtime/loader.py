@@ -148,7 +148,7 @@ def check_weights(model: nn.Module, source: WeightSource, where: str) -> LoadAcc
             for name, header in source.headers.items()
         )
         _fill(model, account.watch(headers), account, where)
-    account.raise_mismatch(where)
+    account.raise_mismatch(where, _spare(source))
     return account
 
 
@@ -227,13 +227,18 @@ def load_weights(
         if packer is not None:
             weights = packer.watch(account, weights)
         _fill(model, weights, account, where)
-    account.raise_mismatch(where)
+    account.raise_mismatch(where, _spare(source))
     kv_scales.settle(model)
     if packer is not None:
         packer.finish()
     _give_back(device)
     agree(model, device)
     return 0.0 if packer is None else packer.seconds
+
+
+def _spare(source: WeightSource) -> frozenset[str]:
+    """Tensors that a model may leave."""
+    return source.spare if isinstance(source, PackedCheckpoint) else frozenset()
 
 
 def _with_scales_checked(weights: Weights) -> Weights:

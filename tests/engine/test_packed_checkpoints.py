@@ -19,7 +19,7 @@ from transformers import AwqConfig, GPTQConfig
 from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.check import check_model
 from engine_core.checkpoint import open_checkpoint
-from engine_core.engine.export import export_model
+from engine_core.engine.export import export_model, import_model
 from engine_core.errors import ConfigError, EngineError, OptionError
 from engine_core.kernels import GroupWeight
 from engine_core.nn.linear import Linear
@@ -795,6 +795,70 @@ def test_a_head_may_have_codes(tmp_path: Path) -> None:
     setting(lm_head=True)(it)
     assert not check(it)
     assert (logits(it.model(it.packed, CUDA)) - logits(it.model(it.plain))).abs().max() < 1e-4
+
+
+def add_biases(it: Made, of: Callable[[str], float] = lambda stem: 0.0) -> None:
+    """One beside each qweight, all of whose numbers are the same."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(".qweight")]:
+            stem = name.removesuffix(".qweight")
+            n = tensors[name].shape[1]
+            tensors[f"{stem}.bias"] = torch.full((n,), of(stem), dtype=torch.float16)
+
+    made.change(it.packed, change)
+
+
+def test_biases_of_zero_need_no_place(tmp_path: Path) -> None:
+    """AutoGPTQ of 2023 wrote one beside each qweight, whatever the model has."""
+    it = Made(tmp_path, "gptq")
+    add_biases(it)
+    report = check_model(it.packed, EngineConfig(**BASE), deep=True)
+    assert report.exit_code == 0, report.problems
+    expected = linears(it.model(it.plain))
+    for name, layer in linears(it.model(it.packed, CUDA)).items():
+        assert torch.equal(layer.weight, expected[name].weight)
+    with LLM(str(it.packed), EngineConfig(dtype="float32", **BASE)) as llm:
+        greedy = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+        assert len(llm.generate([[1, 5, 9]], greedy)[0].outputs[0].token_ids) == 2
+    # A file has none of them, so that its numbers are a model, too.
+    export_model(str(it.packed), tmp_path / "out.safetensors")
+    import_model(tmp_path / "out.safetensors", tmp_path / "numbers", dequantize=True)
+    for written in (tmp_path / "out.safetensors", tmp_path / "numbers"):
+        assert not any("bias" in name for name in open_checkpoint(written).headers)
+        assert not check_model(written, EngineConfig(**BASE)).errors
+
+
+def test_biases_that_the_model_has_are_added(tmp_path: Path) -> None:
+    """Beside those of zero that it has not."""
+    it = Made(tmp_path, "gptq")
+    add_biases(it, lambda stem: 0.5 if "v_proj" in stem else 0.0)
+    plain = load_file(it.plain / "model.safetensors")
+    for stem in [name.removesuffix(".weight") for name in plain if "attn" in name]:
+        value = 0.5 if "v_proj" in stem else 0.0
+        plain[f"{stem}.bias"] = torch.full((len(plain[f"{stem}.weight"]),), value)
+    save_file(plain, it.plain / "model.safetensors")
+    for folder in (it.plain, it.packed):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "attention_bias": True}))
+    assert not check(it)
+    expected = it.model(it.plain)
+    assert (logits(it.model(it.packed, CUDA)) - logits(expected)).abs().max() < 1e-4
+    export_model(str(it.packed), tmp_path / "out.safetensors")
+    written = open_checkpoint(tmp_path / "out.safetensors").headers
+    biases = {name for name in written if name.endswith("bias")}
+    assert biases == {name for name in plain if name.endswith("bias")}
+
+
+@pytest.mark.parametrize("value", [0.5, torch.nan])
+def test_a_bias_that_is_not_zero_needs_a_place(tmp_path: Path, value: float) -> None:
+    it = Made(tmp_path, "gptq")
+    add_biases(it, lambda stem: value if f"{stem}." == PLACE else 0.0)
+    [problem] = check(it)
+    assert problem.code == "weights-unexpected"
+    assert problem.names == (f"{PLACE}bias",)
+    with pytest.raises(EngineError, match=rf"unexpected: {PLACE}bias$"):
+        LLM(str(it.packed), EngineConfig(**BASE))
 
 
 DOWN = "model.layers.0.mlp.down_proj"

@@ -183,15 +183,17 @@ class PackedCheckpoint:
     Attributes:
         headers: as :meth:`weights` gives the tensors.
         gguf: None, as of no GGUF file.
+        spare: tensors that say nothing, which the model may have no place for.
     """
 
     gguf = None
 
     def __init__(
-        self, source: Any, linears: Mapping[str, Integers], read: Any, kept: frozenset[str]
-    ) -> None:
+        self, source: Any, linears: Mapping[str, Integers], read: Any, kept: frozenset[str],
+        spare: frozenset[str] = frozenset(),
+    ) -> None:  # fmt: skip
         """``read`` makes codes, scales and zeros of held tensors; ``kept`` stay integers."""
-        self.source = source
+        self.source, self.spare = source, spare
         self._linears, self._read, self._kept = linears, read, kept
         self._leaves = {
             f"{linear.name}.{leaf}": (linear, kind)
@@ -289,6 +291,7 @@ class PackedScheme(QuantizationScheme):
         super().__init__(name, settings)
         self._linears: dict[str, Integers] = {}
         self._layouts: dict[int, GroupLayout] = {}
+        self._spare: frozenset[str] = frozenset()
         if settings is not None:
             refuse_settings(settings, (*self.known, *self.passed))
             for key, values in self.known.items():
@@ -335,7 +338,12 @@ class PackedScheme(QuantizationScheme):
                 raise unsupported(
                     f"{linear.name} has a weight beside its {codes}, and nothing says which counts"
                 )
-        return PackedCheckpoint(checkpoint, self._linears, self.read, frozenset())
+        self._spare = frozenset(self.zero_biases(checkpoint))
+        return PackedCheckpoint(checkpoint, self._linears, self.read, frozenset(), self._spare)
+
+    def zero_biases(self, checkpoint: Any) -> Iterator[str]:
+        """Biases that a tool gave its linears though the model may have none; none of most."""
+        return iter(())
 
     def numbers(self, checkpoint: Any) -> Any:
         """Its integers as the numbers that they stand for."""
@@ -419,7 +427,7 @@ class PackedScheme(QuantizationScheme):
             logger.warning("quantization %s: %d of %d packed weights are turned into numbers, such "
                            "as %s: %s", self.name, len(others), len(self._linears),
                            name, why)  # fmt: skip
-        return PackedCheckpoint(checkpoint, self._linears, self.read, frozenset(kept))
+        return PackedCheckpoint(checkpoint, self._linears, self.read, frozenset(kept), self._spare)
 
     def _give_vocabulary(
         self, model: nn.Module, account: LoadAccount, fills: Counter[str]
@@ -709,6 +717,13 @@ class GPTQScheme(PackedScheme):
     def condition(cls, settings: Mapping[str, Any]) -> bool:
         """By the method's name, or that of AutoRound's layout."""
         return method_of(settings) == "gptq"
+
+    def zero_biases(self, checkpoint: Any) -> Iterator[str]:
+        """Those that are zero: AutoGPTQ 0.2 to 0.7 made every linear with a bias."""
+        names = {f"{name}.bias" for name in self._linears} & checkpoint.headers.keys()
+        for name, tensor in checkpoint.weights() if names else ():
+            if name in names and not bool(tensor.any()):
+                yield name
 
     def _read_layouts(self, checkpoint: Any) -> None:
         # GPTQModel and AutoGPTQ save g_idx of every layer. Without it their loaders leave the
