@@ -230,6 +230,26 @@ def test_parts_of_several_forms_become_numbers(
     assert (logits(packed) - logits(plain)).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("rule", [r"-:.*\.v_proj", r"-:model\.layers\.\d+\.self_attn\.v_proj$"])
+def test_a_rule_may_skip_parts(tmp_path: Path, rule: str) -> None:
+    """One of GPTQModel's, which has regular expressions by which names begin."""
+    it = Made(tmp_path, "gptq", lambda name: "lm_head" in name or "v_proj" in name)
+    for other in (r"-:v_proj", r"-:.*\.o_proj"):
+        setting(dynamic={other: {}})(it)
+        assert any("no skip list names these" in each.message for each in check(it))
+    setting(dynamic={r"-:.*lm_head": {}, rule: {}})(it)
+    report = check_model(it.packed, EngineConfig(**BASE))
+    assert not report.errors
+    assert "quantization-settings" not in {each.code for each in report.problems}
+    plain, packed = it.model(it.plain), it.model(it.packed, CUDA)
+    for name, layer in linears(packed).items():
+        assert isinstance(layer.method, GroupLinearMethod) != ("qkv" in name)
+        assert torch.equal(layer.weight, linears(plain)[name].weight)
+    with LLM(str(it.packed), EngineConfig(dtype="float32", **BASE)) as llm:
+        greedy = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+        assert len(llm.generate([[1, 5, 9]], greedy)[0].outputs[0].token_ids) == 2
+
+
 def skips_of_experts(name: str) -> bool:
     return "lm_head" in name or "moe.gate" in name
 
@@ -544,6 +564,11 @@ BROKEN: Mapping[str, tuple[str, Callable[[Made], Any], str]] = {
         "gptq",
         setting(dynamic={"-:.*gate": {}, "+:.*up": {"bits": 8}}),
         "and only rules that skip layers ('-:') are known",
+    ),
+    "a pattern of a rule": (
+        "gptq",
+        setting(dynamic={"-:((": {}}),
+        "dynamic has 're:((', no regular expression",
     ),
     "an unknown key": ("gptq", setting(turn=3), "turn is 3, which is not known"),
     "a method": ("gptq", setting(method="qqq"), "method is 'qqq', not 'gptq'"),
@@ -875,6 +900,7 @@ DOWN = "model.layers.0.mlp.down_proj"
             f"modules_to_not_convert names {DOWN}, stored as codes all the same; codes are read",
         ),
         ("gptq", setting(modules_to_not_convert=["mlp"]), f"names {DOWN} and 5 more, stored as"),
+        ("gptq", setting(dynamic={r"-:.*mlp": {}}), f"dynamic names {DOWN} and 5 more, stored as"),
         ("compressed", setting(ignore=["lm_head", r"re:.*\.down_proj"]), f"{DOWN} and 1 more, "),
         ("int8 and activations", setting(ignore=["model.layers.0"]), f"{DOWN} and 6 more, "),
         (

@@ -547,9 +547,18 @@ def check_pattern(where: str, name: str) -> None:
             raise unsupported(f"{where} has {name!r}, no regular expression ({error})") from error
 
 
+def skip_lists(settings: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The skip lists among settings, and what GPTQModel's rules skip ("-:") as expressions."""
+    rules = settings.get("dynamic")
+    skips = [rule[2:] for rule in rules or () if rule.startswith("-:")]
+    # GPTQModel matches them from the name's beginning, as expressions are here.
+    dynamic = {"dynamic": [f"re:{rule}" for rule in skips]}
+    return {key: settings.get(key) or [] for key in _SKIP_LISTS} | dynamic
+
+
 def names_layer(settings: Mapping[str, Any], name: str) -> bool:
     """Whether a skip list among the settings names a layer, or a module around it."""
-    for skipped in (each for key in _SKIP_LISTS for each in settings.get(key) or ()):
+    for skipped in (each for names in skip_lists(settings).values() for each in names):
         if skipped.startswith("re:") and re.match(skipped[3:], name):
             return True
         if f".{skipped}." in f".{name}.":
@@ -559,8 +568,7 @@ def names_layer(settings: Mapping[str, Any], name: str) -> bool:
 
 def wrongly_skipped(settings: Mapping[str, Any], coded: Sequence[str]) -> Iterator[str]:
     """A line for each skip list that names layers of codes: the tensors say what they are."""
-    for key in _SKIP_LISTS:
-        entries = settings.get(key) or ()
+    for key, entries in skip_lists(settings).items():
         patterns = [re.compile(each[3:]) for each in entries if each.startswith("re:")]
         literal = {each for each in entries if not each.startswith("re:")}
         # Of thousands of layers and of names not every pair is compared.

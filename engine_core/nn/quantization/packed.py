@@ -10,7 +10,6 @@ what is what.
 from __future__ import annotations
 
 import logging
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -486,9 +485,7 @@ class PackedScheme(QuantizationScheme):
                 )
 
     def _skips(self, name: str) -> bool:
-        settings = self.settings or {}
-        rules = [rule[2:] for rule in settings.get("dynamic") or () if rule.startswith("-:")]
-        return names_layer(settings, name) or any(re.match(rule, name) for rule in rules)
+        return names_layer(self.settings or {}, name)
 
     def _alike(self, first: Integers, other: Integers) -> bool:
         if first.layout != other.layout:
