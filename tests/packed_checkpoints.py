@@ -127,6 +127,10 @@ def int8(given: Quantised) -> Tensors:
     return {"weight": (given.codes - 128).to(torch.int8), "weight_scale": given.scales}
 
 
+def int8_zeros(given: Quantised) -> Tensors:
+    return int8(given) | {"weight_zero_point": (given.zeros - 128).to(torch.int8)}
+
+
 def awq_settings(size: int) -> dict[str, Any]:
     given = {"quant_method": "awq", "bits": 4, "group_size": size, "version": "gemm"}
     return {**given, "zero_point": True, "modules_to_not_convert": None}
@@ -177,6 +181,13 @@ FORMATS: dict[str, Format] = {
         compressed_settings(8, 32, symmetric=False),
         compressed(8, zeros=True),
         bits=8,
+        symmetric=False,
+    ),
+    "int8, zeros": Format(
+        compressed_settings(8, None, symmetric=False, inputs=TOKENS),
+        int8_zeros,
+        bits=8,
+        group=-1,
         symmetric=False,
     ),
     "int8 and activations": Format(

@@ -133,8 +133,9 @@ def test_a_cpu_multiplies_them_by_torchs_kernels(
     it = Made(tmp_path, kind)
     plain, packed = it.model(it.plain), it.model(it.packed)
     as_numbers = "turned into numbers" in caplog.text
-    # 8 bits have a scale a row there.
-    assert as_numbers == (it.form.bits == 8 and it.form.group != -1)
+    # 8 bits have a scale a row there, and no zeros.
+    plain_rows = it.form.group == -1 and it.form.symmetric
+    assert as_numbers == (it.form.bits == 8 and not plain_rows)
     for name, layer in linears(packed).items():
         expected = linears(plain)[name].weight
         if as_numbers:
@@ -248,6 +249,68 @@ def test_a_rule_may_skip_parts(tmp_path: Path, rule: str) -> None:
     with LLM(str(it.packed), EngineConfig(dtype="float32", **BASE)) as llm:
         greedy = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
         assert len(llm.generate([[1, 5, 9]], greedy)[0].outputs[0].token_ids) == 2
+
+
+def claims_symmetry(it: Made, edit: Callable[[Tensor], Tensor] = lambda zeros: zeros) -> None:
+    """Leave, or change, zero points beside settings that know of none."""
+    weights(symmetric=True)(it)
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("zero_point")]:
+            tensors[name] = edit(tensors[name])
+
+    made.change(it.packed, change)
+
+
+@pytest.mark.parametrize("kind", ["compressed, zeros", "compressed, 8 bits, zeros", "int8, zeros"])
+def test_zero_points_count_whatever_the_settings_say(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """compressed-tensors subtracts those that are there."""
+    it = Made(tmp_path, kind)
+    claims_symmetry(it)
+    report = check_model(it.packed, EngineConfig(**BASE), deep=True)
+    assert report.exit_code == 0, report.problems
+    [said] = [each for each in report.warnings if each.code == "quantization-settings"]
+    words = f"symmetric is True, and {DOWN}.weight_zero_point is not zero (14 of 14 linears)"
+    assert words in said.message
+    caplog.clear()
+    LLM(str(it.packed), EngineConfig(**BASE))
+    assert len([line for line in caplog.messages if words in line]) == 1
+    expected = linears(it.model(it.plain))
+    for name, layer in linears(it.model(it.packed, CUDA)).items():
+        assert torch.equal(layer.weight, expected[name].weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "leaf"),
+    [
+        ("compressed", lambda n, k: torch.zeros(n, k // 64, dtype=torch.int8)),
+        ("compressed", lambda n, k: torch.zeros(n, k // 64, dtype=torch.int64)),
+        ("compressed", lambda n, k: made.words(torch.full((k // 64, n), 8), 4).T),
+        ("compressed, 8 bits", lambda n, k: made.words(torch.full((1, n), 128), 8).T),
+        ("int8 and activations", lambda n, k: torch.zeros(n, 1, dtype=torch.int8)),
+    ],
+)
+def test_zero_points_of_the_middle_say_nothing(
+    tmp_path: Path, kind: str, leaf: Callable[[int, int], Tensor]
+) -> None:
+    it = Made(tmp_path, kind)
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("weight_scale")]:
+            shape = 128 if "down" not in name else 256
+            stem = name.removesuffix("weight_scale")
+            tensors[f"{stem}weight_zero_point"] = leaf(len(tensors[name]), shape)
+
+    made.change(it.packed, change)
+    report = check_model(it.packed, EngineConfig(**BASE))
+    assert not report.errors
+    assert "quantization-settings" not in {each.code for each in report.problems}
+    expected = linears(it.model(it.plain))
+    for name, layer in linears(it.model(it.packed, CUDA)).items():
+        assert layer.packed.zeros is None
+        assert torch.equal(layer.weight, expected[name].weight)
 
 
 def skips_of_experts(name: str) -> bool:
@@ -549,6 +612,12 @@ BROKEN: Mapping[str, tuple[str, Callable[[Made], Any], str]] = {
     ),
     "codes of another shape": ("compressed", put("weight_packed", lambda c: c[:8]), "has shape"),
     "codes of one dimension": ("awq", put("qweight", lambda c: c[0]), "no matrix"),
+    "zero points of no form": (
+        "compressed, zeros",
+        lambda it: claims_symmetry(it, lambda zeros: zeros.long()),
+        "weight_zero_point is not zero though symmetric is True, and int64 [16, 8] is none of the "
+        "forms of zero points: int8 [128, 8] or int32 [16, 8]",
+    ),
     "no codes at all": (
         "compressed by rows",
         put("weight_packed", lambda c: c[:, :0]),

@@ -113,6 +113,7 @@ class Integers:
         even: whether these groups are of equal size.
         unfilled: what all inputs have for a group, if nobody filled that in.
         held: tensors that were read, until all of them were.
+        zero_forms: the shape that zero points have, by the types that they may be of.
     """
 
     name: str
@@ -123,6 +124,7 @@ class Integers:
     even: bool = True
     unfilled: int | None = None
     held: dict[str, Tensor] = field(default_factory=dict)
+    zero_forms: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def groups(self) -> int:
@@ -168,6 +170,8 @@ def _check_rules(settings: Mapping[str, Any]) -> None:
         check_pattern("dynamic", f"re:{rule.removeprefix('-:').removeprefix('+:')}")
 
 
+# Zero points of codes that the settings call symmetric.
+_UNSAID_ZEROS = "unsaid zeros"
 _Take = Callable[[str, Tensor, Integers], None]
 
 
@@ -346,9 +350,9 @@ class PackedScheme(QuantizationScheme):
 
     def numbers(self, checkpoint: Any) -> Any:
         """Its integers as the numbers that they stand for."""
-        plain = self.plain(checkpoint)
+        self.plain(checkpoint)
         self._read_layouts(checkpoint)
-        return plain
+        return PackedCheckpoint(checkpoint, self._linears, self.read, frozenset(), self._spare)
 
     def scales(self, headers: Mapping[str, Any]) -> Mapping[str, ScaleKind]:
         """Those of the groups, and numbers that are added to them."""
@@ -497,7 +501,11 @@ class PackedScheme(QuantizationScheme):
     def _read_layouts(self, checkpoint: Any) -> None:
         """Look at the groups that inputs are in, and at shapes, where the checkpoint says."""
         take_groups = partial(_take_groups, unfilled=self.unfilled)
-        takes: dict[str, _Take] = {"groups": take_groups, "shape": _check_shape}
+        takes: dict[str, _Take] = {
+            "groups": take_groups,
+            "shape": _check_shape,
+            _UNSAID_ZEROS: _take_zeros,
+        }
         wanted = {
             f"{linear.name}.{leaf}": (takes[kind], linear)
             for linear in self._linears.values()
@@ -555,6 +563,31 @@ def _take_groups(name: str, tensor: Tensor, linear: Integers, unfilled: tuple[in
     linear.order = tensor.clone()
     linear.even = bool((sizes == size).all())
     linear.layout = replace(linear.layout, ordered=True, quantizes_rows=False)
+
+
+def _take_zeros(name: str, tensor: Tensor, linear: Integers) -> None:
+    """Use zero points of codes that the settings call symmetric, if they are not the middle.
+
+    compressed-tensors subtracts them, whatever the settings say.
+
+    Raises:
+        ConfigError: they have no form that is known.
+    """
+    if not bool(tensor.float().any()):
+        return
+    (n, _), bits, leaf = linear.shape, linear.layout.bits, name.rpartition(".")[2]
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if linear.zero_forms.get(dtype) != tuple(tensor.shape):
+        forms = " or ".join(f"{each} {list(shape)}" for each, shape in linear.zero_forms.items())
+        raise unsupported(
+            f"{name} is not zero though symmetric is True, and {dtype} {list(tensor.shape)} is "
+            f"none of the forms of zero points: {forms}"
+        )
+    middle = 2 ** (bits - 1)
+    if tensor.dtype == torch.int32 and bool((_expand(tensor.T, bits)[:, :n] == middle).all()):
+        return
+    linear.leaves[leaf] = "zeros"
+    linear.layout = replace(linear.layout, zeros=torch.uint8, quantizes_rows=False)
 
 
 def _check_shape(name: str, tensor: Tensor, linear: Integers) -> None:
@@ -719,7 +752,7 @@ class GPTQScheme(PackedScheme):
         """Those that are zero: AutoGPTQ 0.2 to 0.7 made every linear with a bias."""
         names = {f"{name}.bias" for name in self._linears} & checkpoint.headers.keys()
         for name, tensor in checkpoint.weights() if names else ():
-            if name in names and not bool(tensor.any()):
+            if name in names and not bool(tensor.float().any()):
                 yield name
 
     def _read_layouts(self, checkpoint: Any) -> None:
@@ -832,7 +865,7 @@ class CompressedIntegersScheme(PackedScheme):
         given = self._group_of(tensors.name)
         weights, inputs = given["weights"], given.get("input_activations")
         bits, strategy = weights["num_bits"], weights["strategy"]
-        symmetric = weights.get("symmetric", True)
+        symmetric = weights.get("symmetric") is not False
         if packed:
             n, columns = tensors.ask("weight_packed", "codes", ("int32",)).shape
             k = columns * 32 // bits
@@ -843,6 +876,9 @@ class CompressedIntegersScheme(PackedScheme):
         groups, why = -(-k // size), f": group_size is {size}, of {k} inputs in {bits} bits"
         whole = ((1,), (n,), (1, 1)) if groups == 1 else ()
         tensors.expect("weight_scale", scales, (n, groups), *whole, why=why)
+        zero_forms = {"int8": tuple(scales.shape)}
+        if packed:
+            zero_forms["int32"] = (-(-n * bits // 32), groups)
         ours = (self.settings or {}).get("quant_method") == "engine-core" and not symmetric
         zero_dtype = None if symmetric else torch.uint8
         if ours and packed and tensors.has("weight_zero"):
@@ -870,16 +906,20 @@ class CompressedIntegersScheme(PackedScheme):
             tensors.expect("weight_shape", shape, (2,))
         for leaf in ("weight_shape", "weight_zero_point"):
             if leaf not in tensors.leaves and tensors.has(leaf):
-                tensors.leaves[leaf] = ""
+                unsaid = symmetric and leaf == "weight_zero_point"
+                tensors.leaves[leaf] = _UNSAID_ZEROS if unsaid else ""
         layout = GroupLayout(
             *(bits, 0 if groups == 1 else size, zero_dtype, False),
             getattr(torch, scales.dtype),
             quantizes_rows=inputs is not None and groups == 1 and symmetric and bits == 8,
         )
-        return Integers(tensors.name, tensors.leaves, (n, k), layout)
+        return Integers(tensors.name, tensors.leaves, (n, k), layout, zero_forms=zero_forms)
 
     def remarks_on(self, linears: Sequence[Integers]) -> Iterator[str]:
-        """Activations that are not quantised."""
+        """Activations that are not quantised, and, once they were read, zero points unspoken of."""
+        unsaid = self._unsaid_zeros()
+        if unsaid is not None:
+            yield unsaid
         wide = [
             linear
             for linear in linears
@@ -895,8 +935,25 @@ class CompressedIntegersScheme(PackedScheme):
                 "the model's dtype, which is more exact and not faster"
             )
 
+    def _unsaid_zeros(self) -> str | None:
+        names = [
+            linear.name
+            for linear in self._linears.values()
+            if linear.leaves.get("weight_zero_point") == "zeros"
+            and self._group_of(linear.name)["weights"].get("symmetric") is not False
+        ]
+        if not names:
+            return None
+        return (
+            f"symmetric is True, and {names[0]}.weight_zero_point is not zero ({len(names)} of "
+            f"{len(self._linears)} linears); zero points are subtracted"
+        )
+
     def _read_layouts(self, checkpoint: Any) -> None:
         super()._read_layouts(checkpoint)
+        unsaid = self._unsaid_zeros()
+        if unsaid is not None:
+            logger.warning("quantization %s: %s", self.name, unsaid)
         linears = self._linears.values()
         ordered = [linear for linear in linears if linear.order is not None]
         lacking = (
@@ -935,7 +992,7 @@ class CompressedIntegersScheme(PackedScheme):
         zeros = held.get("zeros")
         if zeros is None or zeros.dtype == torch.bfloat16:
             return codes, scales, zeros
-        if signed:
+        if zeros.dtype == torch.int8:
             if bits == 4:
                 zeros = _from_middle(f"{linear.name}.weight_zero_point", zeros)
             zeros = zeros.view(torch.uint8)
