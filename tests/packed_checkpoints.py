@@ -131,6 +131,16 @@ def int8_zeros(given: Quantised) -> Tensors:
     return int8(given) | {"weight_zero_point": (given.zeros - 128).to(torch.int8)}
 
 
+def signed_zeros(bits: int) -> Callable[[Quantised], Tensors]:
+    """compressed-tensors' before 0.9.4: zero points are not packed, though codes are."""
+
+    def pack(given: Quantised) -> Tensors:
+        signed = (given.zeros - 2 ** (bits - 1)).to(torch.int8)
+        return compressed(bits)(given) | {"weight_zero_point": signed}
+
+    return pack
+
+
 def awq_settings(size: int) -> dict[str, Any]:
     given = {"quant_method": "awq", "bits": 4, "group_size": size, "version": "gemm"}
     return {**given, "zero_point": True, "modules_to_not_convert": None}
@@ -181,6 +191,16 @@ FORMATS: dict[str, Format] = {
         compressed_settings(8, 32, symmetric=False),
         compressed(8, zeros=True),
         bits=8,
+        symmetric=False,
+    ),
+    "compressed, signed zeros": Format(
+        compressed_settings(4, 32, symmetric=False), signed_zeros(4), symmetric=False
+    ),
+    "compressed, 8 bits, signed zeros": Format(
+        compressed_settings(8, None, symmetric=False),
+        signed_zeros(8),
+        bits=8,
+        group=-1,
         symmetric=False,
     ),
     "int8, zeros": Format(

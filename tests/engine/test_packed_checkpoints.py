@@ -262,7 +262,16 @@ def claims_symmetry(it: Made, edit: Callable[[Tensor], Tensor] = lambda zeros: z
     made.change(it.packed, change)
 
 
-@pytest.mark.parametrize("kind", ["compressed, zeros", "compressed, 8 bits, zeros", "int8, zeros"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "compressed, zeros",
+        "compressed, signed zeros",
+        "compressed, 8 bits, zeros",
+        "compressed, 8 bits, signed zeros",
+        "int8, zeros",
+    ],
+)
 def test_zero_points_count_whatever_the_settings_say(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -311,6 +320,13 @@ def test_zero_points_of_the_middle_say_nothing(
     for name, layer in linears(it.model(it.packed, CUDA)).items():
         assert layer.packed.zeros is None
         assert torch.equal(layer.weight, expected[name].weight)
+
+
+def test_zero_points_beyond_their_bits_are_refused(tmp_path: Path) -> None:
+    it = Made(tmp_path, "compressed, signed zeros")
+    put("weight_zero_point", lambda zeros: zeros.fill_(9))(it)
+    with pytest.raises(ConfigError, match=f"{PLACE}weight_zero_point has 9, which is no code of 4"):
+        LLM(str(it.packed), EngineConfig(**BASE))
 
 
 def skips_of_experts(name: str) -> bool:
@@ -616,7 +632,17 @@ BROKEN: Mapping[str, tuple[str, Callable[[Made], Any], str]] = {
         "compressed, zeros",
         lambda it: claims_symmetry(it, lambda zeros: zeros.long()),
         "weight_zero_point is not zero though symmetric is True, and int64 [16, 8] is none of the "
-        "forms of zero points: int8 [128, 8] or int32 [16, 8]",
+        "forms of zero points: int32 [16, 8] or int8 [128, 8]",
+    ),
+    "no zero points": (
+        "compressed, signed zeros",
+        drop("weight_zero_point"),
+        f"has codes but no zeros: there is no {PLACE}weight_zero_point",
+    ),
+    "zero points of another shape": (
+        "compressed, signed zeros",
+        put("weight_zero_point", lambda zeros: zeros[:, :1]),
+        f"{PLACE}weight_zero_point has shape [256, 1], not [256, 4]",
     ),
     "no codes at all": (
         "compressed by rows",

@@ -876,21 +876,18 @@ class CompressedIntegersScheme(PackedScheme):
         groups, why = -(-k // size), f": group_size is {size}, of {k} inputs in {bits} bits"
         whole = ((1,), (n,), (1, 1)) if groups == 1 else ()
         tensors.expect("weight_scale", scales, (n, groups), *whole, why=why)
-        zero_forms = {"int8": tuple(scales.shape)}
-        if packed:
-            zero_forms["int32"] = (-(-n * bits // 32), groups)
+        # Before 0.9.4 compressed-tensors did not pack them, and of a whole tensor none does.
+        zero_forms = {"int32": (-(-n * bits // 32), groups)} if packed else {}
+        zero_forms["int8"] = tuple(scales.shape)
         ours = (self.settings or {}).get("quant_method") == "engine-core" and not symmetric
         zero_dtype = None if symmetric else torch.uint8
         if ours and packed and tensors.has("weight_zero"):
             zeros = tensors.ask("weight_zero", "zeros", ("bfloat16",))
             tensors.expect("weight_zero", zeros, (n, groups), why=why)
             zero_dtype = torch.bfloat16
-        elif not symmetric and packed:
-            zeros = tensors.ask("weight_zero_point", "zeros", ("int32",))
-            tensors.expect("weight_zero_point", zeros, (-(-n * bits // 32), groups), why=why)
         elif not symmetric:
-            zeros = tensors.ask("weight_zero_point", "zeros", ("int8",))
-            tensors.expect("weight_zero_point", zeros, tuple(scales.shape))
+            zeros = tensors.ask("weight_zero_point", "zeros", tuple(zero_forms))
+            tensors.expect("weight_zero_point", zeros, zero_forms[zeros.dtype], why=why)
         # By the other orders inputs were quantised, and groups are of neighbours. So are those of a
         # weight_g_idx of -1: the modifier that calibrates did not reach the layer, and the tool
         # quantises and unpacks it so (_process_group).
