@@ -1121,6 +1121,47 @@ def test_a_last_group_of_fewer_inputs_becomes_numbers_on_a_gpu(
     assert "2 of 14 packed weights are turned into numbers" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("kind", "group"),
+    [
+        ("compressed", 64),
+        ("compressed", 12),
+        ("compressed, signed zeros", 32),
+        ("compressed, act-order", 12),
+        ("compressed by rows", -1),
+        ("compressed, 8 bits", -1),
+    ],
+)
+def test_rows_may_be_padded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, group: int
+) -> None:
+    """To whole int32, as compressed-tensors does; weight_shape has the true number of inputs."""
+    width = 250
+    tensors = made.llama()
+    for name, weight in tensors.items():
+        if "mlp" in name:
+            tensors[name] = weight[:, :width] if "down" in name else weight[:width]
+    monkeypatch.setattr(made, "llama", lambda: tensors)
+    monkeypatch.setitem(made.CONFIG, "intermediate_size", width)
+    form = FORMATS[kind]
+    settings = json.loads(json.dumps(form.settings))
+    if group > 0:
+        settings["config_groups"]["group_0"]["weights"]["group_size"] = group
+    padded = f"padded {kind} {group}"
+    monkeypatch.setitem(FORMATS, padded, form._replace(group=group, settings=settings))
+    it = Made(tmp_path, padded)
+    report = check_model(it.packed, EngineConfig(**BASE), deep=True)
+    assert report.exit_code == 0, report.problems
+    expected = linears(it.model(it.plain))
+    for device in (CPU, CUDA):
+        for name, layer in linears(it.model(it.packed, device)).items():
+            if "down" in name or device == CUDA:
+                assert torch.equal(layer.weight, expected[name].weight)
+    with LLM(str(it.packed), EngineConfig(dtype="float32", **BASE)) as llm:
+        greedy = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+        assert len(llm.generate([[1, 5, 9]], greedy)[0].outputs[0].token_ids) == 2
+
+
 @pytest.mark.parametrize("kind", ["gptq v2", "awq", "compressed", "compressed, zeros"])
 def test_the_last_group_of_neighbours_may_have_fewer_inputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

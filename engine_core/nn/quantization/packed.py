@@ -250,7 +250,7 @@ def unpack_numbers(
     """The numbers ``[N, K]`` float32 that integers stand for.
 
     Args:
-        packed: ``[N, K * bits / 8]`` uint8, as of :class:`GroupLinearMethod`.
+        packed: ``[N, K * bits / 8]`` uint8, as of :class:`GroupLinearMethod`; rounded up.
         bits: 4 or 8.
         group: ``[K]`` int64, that of each input.
         scales: ``[N, groups]``.
@@ -265,7 +265,7 @@ def unpack_numbers(
         if zeros is not None:
             signed = zeros[rows].view(torch.int8) if are_codes else zeros[rows]
             spread = signed.float()[:, group]
-        codes = unpack_codes(packed[rows], bits).view(torch.int8).float()
+        codes = unpack_codes(packed[rows], bits)[:, : len(group)].view(torch.int8).float()
         codes -= spread if spread is not None and are_codes else MIDDLE[bits]
         out[rows] = codes.mul_(scales[rows].float()[:, group])
         if spread is not None and not are_codes:
@@ -411,6 +411,8 @@ class PackedScheme(QuantizationScheme):
                 left[name] = "its parts are of several forms"
             elif any(fills[f"{each.name}.weight"] > 1 for each in integers):
                 left[name] = "another layer shares it"
+            elif integers[0].shape[1] * layout.bits % 32:
+                left[name] = "its rows end within an int32"
             elif not integers[0].even:
                 left[name] = "its g_idx has groups of several sizes"
             elif not self._on_cpu and integers[0].shape[1] % (layout.group_size or 1):
@@ -499,11 +501,10 @@ class PackedScheme(QuantizationScheme):
         return torch.equal(first.order, other.order)
 
     def _read_layouts(self, checkpoint: Any) -> None:
-        """Look at the groups that inputs are in, and at shapes, where the checkpoint says."""
+        """Look at the groups that inputs are in, and at zero points, where the settings do not."""
         take_groups = partial(_take_groups, unfilled=self.unfilled)
         takes: dict[str, _Take] = {
             "groups": take_groups,
-            "shape": _check_shape,
             _UNSAID_ZEROS: _take_zeros,
         }
         wanted = {
@@ -590,13 +591,6 @@ def _take_zeros(name: str, tensor: Tensor, linear: Integers) -> None:
     linear.layout = replace(linear.layout, zeros=torch.uint8, quantizes_rows=False)
 
 
-def _check_shape(name: str, tensor: Tensor, linear: Integers) -> None:
-    """Refuse a shape that the codes have not."""
-    said, shape = tensor.tolist(), list(linear.shape)
-    if said != shape:
-        raise unsupported(f"{name} says {said}, and the codes of {linear.name} are {shape}")
-
-
 class _Tensors:
     """The headers of one linear's tensors, which are checked as they are asked for."""
 
@@ -606,6 +600,11 @@ class _Tensors:
 
     def has(self, leaf: str) -> bool:
         return f"{self.name}.{leaf}" in self._headers
+
+    def shape(self, leaf: str) -> tuple[int, ...]:
+        """Its shape; () if it is not there."""
+        header = self._headers.get(f"{self.name}.{leaf}")
+        return () if header is None else tuple(header.shape)
 
     def ask(self, leaf: str, kind: str, dtypes: tuple[str, ...]) -> Any:
         header = self._headers.get(f"{self.name}.{leaf}")
@@ -828,6 +827,7 @@ class CompressedIntegersScheme(PackedScheme):
 
     def __init__(self, name: str, settings: Mapping[str, Any] | None = None) -> None:
         super().__init__(name, settings)
+        self._shapes: dict[str, list[int]] = {}
         for group, given in integer_groups(settings or {}).items():
             _check_integers(f"config_groups.{group}.weights", given["weights"])
             inputs = given.get("input_activations")
@@ -861,17 +861,52 @@ class CompressedIntegersScheme(PackedScheme):
             if headers[f"{name}.weight"].dtype == "int8":
                 yield self._linear(_Tensors(headers, name), packed=False)
 
+    def plain(self, checkpoint: Any) -> Any:
+        """Its headers as they would be without quantisation, once the true shapes were read."""
+        leaf = ".weight_shape"
+        names = {
+            name
+            for name, header in checkpoint.headers.items()
+            if name.endswith(leaf) and tuple(header.shape) == (2,) and "int" in header.dtype
+        }
+        self._shapes = {
+            name.removesuffix(leaf): tensor.tolist()
+            for name, tensor in (checkpoint.weights() if names else ())
+            if name in names
+        }
+        return super().plain(checkpoint)
+
+    def _inputs(self, tensors: _Tensors, size: int | None, bits: int) -> int:
+        """The inputs of packed codes, whose rows are padded to whole int32.
+
+        A weight_shape says how many; until it was read, as many as fit the groups.
+        """
+        n, columns = tensors.shape("weight_packed")
+        padded = columns * 32 // bits
+        widths = range(padded, padded - 32 // bits, -1)
+        said = self._shapes.get(tensors.name)
+        if said is not None:
+            return said[1] if said[0] == n and said[1] in widths else padded
+
+        def fits(k: int) -> bool:
+            order = tensors.shape("weight_g_idx")
+            groups = tensors.shape("weight_scale")[1:] if size else ()
+            return order in ((), (k,)) and groups in ((), (-(-k // (size or k)),))
+
+        return next(filter(fits, widths), padded)
+
     def _linear(self, tensors: _Tensors, *, packed: bool) -> Integers:
         given = self._group_of(tensors.name)
         weights, inputs = given["weights"], given.get("input_activations")
         bits, strategy = weights["num_bits"], weights["strategy"]
         symmetric = weights.get("symmetric") is not False
+        size = weights.get("group_size") if strategy == "group" else None
         if packed:
-            n, columns = tensors.ask("weight_packed", "codes", ("int32",)).shape
-            k = columns * 32 // bits
+            n = tensors.ask("weight_packed", "codes", ("int32",)).shape[0]
+            k = self._inputs(tensors, size, bits)
         else:
             n, k = tensors.ask("weight", "codes", ("int8",)).shape
-        size = weights.get("group_size") if strategy == "group" else k
+        size = size or k
         scales = tensors.ask("weight_scale", "scales", _FLOATS)
         groups, why = -(-k // size), f": group_size is {size}, of {k} inputs in {bits} bits"
         whole = ((1,), (n,), (1, 1)) if groups == 1 else ()
@@ -901,6 +936,12 @@ class CompressedIntegersScheme(PackedScheme):
             # compressed-tensors cannot unpack without it.
             shape = tensors.ask("weight_shape", "shape", ("int64", "int32"))
             tensors.expect("weight_shape", shape, (2,))
+            said = self._shapes.get(tensors.name)
+            if said not in (None, [n, k]):
+                raise unsupported(
+                    f"{tensors.name}.weight_shape says {said}, and the codes of {tensors.name} are "
+                    f"{[n, k]}"
+                )
         for leaf in ("weight_shape", "weight_zero_point"):
             if leaf not in tensors.leaves and tensors.has(leaf):
                 unsaid = symmetric and leaf == "weight_zero_point"
@@ -984,7 +1025,8 @@ class CompressedIntegersScheme(PackedScheme):
             codes = pack_codes(_from_middle(f"{linear.name}.weight", held["codes"]), bits)
         else:
             codes = held["codes"].contiguous().view(torch.uint8)
-            codes = codes ^ 128 if offset else codes[:, : k * bits // 8]
+            codes = codes[:, : -(-k * bits // 8)]
+            codes = codes ^ 128 if offset else codes
         scales = held["scales"].reshape(-1, linear.groups).expand(n, linear.groups)
         zeros = held.get("zeros")
         if zeros is None or zeros.dtype == torch.bfloat16:
