@@ -329,6 +329,34 @@ def test_zero_points_beyond_their_bits_are_refused(tmp_path: Path) -> None:
         LLM(str(it.packed), EngineConfig(**BASE))
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("kind", ["int8 and activations", "compressed by rows", "int8, zeros"])
+def test_a_tensor_may_have_one_scale(tmp_path: Path, kind: str, shape: tuple[int, ...]) -> None:
+    it = Made(tmp_path, kind)
+    weights(strategy="tensor")(it)
+    has_zeros = not it.form.symmetric
+    leaves = ["weight_scale", "weight_zero_point"][: 1 + has_zeros]
+    for leaf in leaves:
+        put(leaf, lambda values: values[:1].clone().reshape(shape))(it)
+    plain = load_file(it.plain / "model.safetensors")
+    packed = load_file(it.packed / "model.safetensors")
+    scale = packed[PLACE + "weight_scale"].double()
+    if PLACE + "weight" in packed:
+        codes = packed[PLACE + "weight"].double()
+    else:
+        words = packed[PLACE + "weight_packed"].numpy().view("uint32").astype("int64")
+        codes = torch.stack([torch.from_numpy(words) >> 4 * at & 15 for at in range(8)], -1)
+        codes = codes.flatten(1).double() - 8
+    zeros = packed[PLACE + "weight_zero_point"].double() if has_zeros else 0
+    plain[PLACE + "weight"] = ((codes - zeros) * scale).float()
+    save_file(plain, it.plain / "model.safetensors")
+    report = check_model(it.packed, EngineConfig(**BASE), deep=True)
+    assert report.exit_code == 0, report.problems
+    expected = linears(it.model(it.plain))
+    for name, layer in linears(it.model(it.packed, CUDA)).items():
+        assert torch.equal(layer.weight, expected[name].weight)
+
+
 def skips_of_experts(name: str) -> bool:
     return "lm_head" in name or "moe.gate" in name
 

@@ -909,7 +909,7 @@ class CompressedIntegersScheme(PackedScheme):
         size = size or k
         scales = tensors.ask("weight_scale", "scales", _FLOATS)
         groups, why = -(-k // size), f": group_size is {size}, of {k} inputs in {bits} bits"
-        whole = ((1,), (n,), (1, 1)) if groups == 1 else ()
+        whole = ((), (1,), (n,), (1, 1)) if groups == 1 else ()
         tensors.expect("weight_scale", scales, (n, groups), *whole, why=why)
         # Before 0.9.4 compressed-tensors did not pack them, and of a whole tensor none does.
         zero_forms = {"int32": (-(-n * bits // 32), groups)} if packed else {}
