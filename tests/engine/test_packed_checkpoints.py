@@ -681,6 +681,12 @@ BROKEN: Mapping[str, tuple[str, Callable[[Made], Any], str]] = {
     "bits of a float": ("gptq", setting(bits=4.0), "bits is 4.0, not 4 or 8"),
     "3 bits": ("gptq", setting(bits=3), "bits is 3, not 4 or 8"),
     "8 bits of awq": ("awq", setting(bits=8), "bits is 8, not 4"),
+    "8 bits of awq by another name": ("awq", setting(bits=None, w_bit=8), "bits is 8, not 4"),
+    "two groups of awq": (
+        "awq",
+        setting(q_group_size=64),
+        "group_size is 32 and q_group_size is 64, which are the same",
+    ),
     "another layout": ("awq", setting(version="gemv"), "version is 'gemv', not 'gemm'"),
     "another version": ("gptq", setting(checkpoint_format="marlin"), "is 'marlin', not 'gptq'"),
     "several forms": (
@@ -1223,6 +1229,30 @@ def test_what_transformers_says_is_taken(tmp_path: Path, kind: str, config: Any)
     it = Made(tmp_path, kind)
     written = json.loads(json.dumps(config.to_dict()))
     it.settings(lambda settings: (settings.clear(), settings.update(written)))
+    assert not check(it)
+    expected = linears(it.model(it.plain))
+    for name, layer in linears(it.model(it.packed, CUDA)).items():
+        assert torch.equal(layer.weight, expected[name].weight)
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_older_names_of_awq_are_taken(tmp_path: Path, drops: bool) -> None:
+    """Those of llm-awq, beside the newer ones or alone."""
+    it = Made(tmp_path, "awq")
+
+    def rename(settings: dict[str, Any]) -> None:
+        settings.update(w_bit=settings["bits"], q_group_size=settings["group_size"])
+        for key in ("bits", "group_size") if drops else ():
+            del settings[key]
+
+    it.settings(rename)
+    (tmp_path / "newer").mkdir()
+    newer = Made(tmp_path / "newer", "awq")
+    said, expected_said = (
+        [(each.code, each.message) for each in check_model(folder, EngineConfig(**BASE)).problems]
+        for folder in (it.packed, newer.packed)
+    )
+    assert said == expected_said
     assert not check(it)
     expected = linears(it.model(it.plain))
     for name, layer in linears(it.model(it.packed, CUDA)).items():

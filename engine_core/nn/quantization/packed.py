@@ -662,6 +662,19 @@ def puts_in_order(settings: Mapping[str, Any]) -> bool:
     return bool(settings.get("desc_act")) and not static
 
 
+def _without_aliases(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with the names of newer AutoAWQ; those of llm-awq were its own first."""
+    found = dict(settings)
+    for alias, key in (("w_bit", "bits"), ("q_group_size", "group_size")):
+        said, other = found.pop(alias, None), found.get(key)
+        if said is None:
+            continue
+        if other is not None and other != said:
+            raise unsupported(f"{key} is {other!r} and {alias} is {said!r}, which are the same")
+        found[key] = said
+    return found
+
+
 class AWQScheme(PackedScheme):
     """AutoAWQ's layout "gemm", of 4 bits."""
 
@@ -669,7 +682,6 @@ class AWQScheme(PackedScheme):
     known: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **_OF_BOTH,
         "bits": (4,),
-        "w_bit": (4, None),
         **dict.fromkeys(("version", "format", "checkpoint_format"), ("gemm", "GEMM", None)),
         # AutoRound says False of symmetric codes, and keeps the zeros all the same.
         "zero_point": (True, False, None),
@@ -678,8 +690,11 @@ class AWQScheme(PackedScheme):
     }
     passed = (
         *_OF_CALIBRATION,
-        *("do_fuse", "fuse_max_seq_len", "modules_to_fuse", "q_group_size"),
+        *("do_fuse", "fuse_max_seq_len", "modules_to_fuse"),
     )
+
+    def __init__(self, name: str, settings: Mapping[str, Any] | None = None) -> None:
+        super().__init__(name, None if settings is None else _without_aliases(settings))
 
     @classmethod
     def condition(cls, settings: Mapping[str, Any]) -> bool:
