@@ -16,6 +16,7 @@ from engine_core.checkpoint import Checkpoint, TensorHeader, resolve_model
 from engine_core.checkpoint.gguf import GGUFFile
 from engine_core.checkpoint.gguf_convert import dtype_of_matrices
 from engine_core.checkpoint.one_file import (
+    FILES,
     OneFile,
     Spec,
     check_target,
@@ -96,8 +97,8 @@ def export_model(
     blocks of a GGUF file are unpacked first. Nothing is left where it fails.
 
     Raises:
-        OptionError: ``path`` exists and ``force`` is not given, the quantisation has no such form,
-            or the weights are quantised already.
+        OptionError: ``path`` exists and ``force`` is not given, or is a file of ``model``; the
+            quantisation has no such form, or the weights are quantised already.
         CheckpointError: ``path`` cannot be written.
         EngineError: the model cannot be opened.
     """
@@ -118,6 +119,7 @@ def export_model(
         opened = opened.replace(dtype=dtype_of_matrices(GGUFFile(source_path)) or "auto")
     source = open_model(model, opened, registry, convert=False)
     checkpoint = source.checkpoint
+    _refuse_own_file(path, checkpoint)
     if not checkpoint.has_weights:
         raise OptionError("load_format 'dummy' has no weights to export; leave it out")
     if source.scheme is not None:
@@ -151,6 +153,18 @@ def export_model(
         kept = checkpoint.one_file.scheme if checkpoint.one_file else None
         nbytes = write_one_file(path, files, specs, tensors, scheme=wanted or kept, force=force)
     return Exported(path, nbytes, len(specs), bool(plan.forms), tuple(plan.left))
+
+
+def _refuse_own_file(path: Path, checkpoint: Checkpoint) -> None:
+    """Refuse to replace a file that the model is read from, by whatever name."""
+    own = {header.file for header in checkpoint.headers.values()}
+    own |= {file for pattern in FILES for file in checkpoint.folder.glob(pattern)}
+    for file in sorted(own):
+        with suppress(OSError):  # One of them is not there.
+            if path.samefile(file):
+                raise OptionError(
+                    f"{path} is {file}, a file of the model that is exported; take another name"
+                )
 
 
 def _unplaced(source: ModelSource) -> frozenset[str]:

@@ -330,6 +330,40 @@ def e4m3_rows(
     return held, plain, settings | {"config_groups": {"group_0": group}}
 
 
+def test_a_file_of_the_source_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whatever name, though --force is given."""
+    folder = tmp_path / "source"
+    packed_checkpoints.write(folder, packed_checkpoints.llama())
+    shard = folder / "model-00001-of-00001.safetensors"
+    (folder / "model.safetensors").rename(shard)
+    weight_map = dict.fromkeys(packed_checkpoints.llama(), shard.name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "1_Dense").mkdir()
+    beside = folder / "1_Dense" / "model.safetensors"
+    save_file({"linear.weight": torch.zeros(2, 2)}, beside)
+    (tmp_path / "link.safetensors").symlink_to(shard)
+    (tmp_path / "other").symlink_to(folder)
+    monkeypatch.chdir(folder)
+    names = [shard, tmp_path / "link.safetensors", tmp_path / "other" / shard.name, beside]
+    names += [folder / ".." / folder.name / shard.name, Path(shard.name)]
+    for name in names:
+        before = name.read_bytes()
+        with pytest.raises(OptionError, match="a file of the model that is exported; take another"):
+            export_model(str(folder), name, force=True)
+        assert name.read_bytes() == before
+    assert (tmp_path / "link.safetensors").is_symlink()
+    out = tmp_path / "out.safetensors"
+    export_model(str(folder), out)
+    with pytest.raises(OptionError, match="a file of the model that is exported"):
+        export_model(str(out), out, EngineConfig(quantization="int8"), force=True)
+    # Another file, even in that folder, may be.
+    export_model(str(folder), out, EngineConfig(quantization="int8"), force=True)
+    export_model(str(folder), folder / "mine.safetensors")
+    export_model(str(folder), folder / "mine.safetensors", force=True)
+
+
 def test_a_calibrated_cache_outlives_its_codes(tmp_path: Path) -> None:
     source, out, folder = tmp_path / "source", tmp_path / "out.safetensors", tmp_path / "folder"
     held, _, settings = e4m3_rows(packed_checkpoints.llama())
