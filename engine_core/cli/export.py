@@ -52,11 +52,12 @@ def import_folder(
 ) -> None:
     """Write a file of 'export' as a folder that transformers loads.
 
-    Transformers needs the package compressed-tensors for quantised weights.
+    Transformers needs the package compressed-tensors for quantised weights, and for scales of a
+    calibrated cache.
     """
     from engine_core.engine.export import import_model
 
     made = import_model(file, folder, dequantize=dequantize)
     typer.echo(f"{made.path}: {made.num_tensors} tensors, {made.nbytes / 2**20:.1f} MiB")
-    if made.quantized:
+    if made.needs_compressed_tensors:
         typer.echo("transformers needs compressed-tensors to load it")

@@ -79,6 +79,8 @@ class Exported:
         num_tensors: tensors in it.
         quantized: whether linears are codes in it.
         left: linears that stayed as they are, of those that are quantised otherwise.
+        needs_compressed_tensors: whether transformers needs that package to load a folder; it does
+            for scales of a cache, though there are no codes.
     """
 
     path: Path
@@ -86,6 +88,7 @@ class Exported:
     num_tensors: int
     quantized: bool
     left: tuple[str, ...]
+    needs_compressed_tensors: bool = False
 
 
 def export_model(
@@ -413,8 +416,12 @@ def import_model(path: Path, folder: Path, *, dequantize: bool = False) -> Expor
 
     with torch.inference_mode():
         write_whole(folder, write, folder=True)
-    return Exported(folder, (folder / "model.safetensors").stat().st_size, len(specs),
-                    opened.scheme is not None and not dequantize, ())  # fmt: skip
+    left = [hf_config[each] for each in QUANTIZATION_KEYS if hf_config.get(each)]
+    return Exported(
+        *(folder, (folder / "model.safetensors").stat().st_size, len(specs)),
+        *(opened.scheme is not None and not dequantize, ()),
+        needs_compressed_tensors=any(s.get("quant_method") == "compressed-tensors" for s in left),
+    )
 
 
 def _refuse_other_models(path: Path) -> None:

@@ -306,6 +306,7 @@ def test_numbers_of_a_tools_codes_are_imported(kind: str, tmp_path: Path) -> Non
     export_model(str(source), out)
     made = import_model(out, folder, dequantize=True)
     assert not made.quantized
+    assert not made.needs_compressed_tensors
     found = load_file(folder / "model.safetensors")
     assert found.keys() == wanted.keys()
     for name, numbers in wanted.items():
@@ -375,7 +376,9 @@ def test_a_calibrated_cache_outlives_its_codes(tmp_path: Path) -> None:
     cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
     packed_checkpoints.write(source, held | scales, settings | {"kv_cache_scheme": cache})
     export_model(str(source), out)
-    import_model(out, folder, dequantize=True)
+    made = import_model(out, folder, dequantize=True)
+    # Without codes, too.
+    assert (made.quantized, made.needs_compressed_tensors) == (False, True)
     report = check_model(folder, EngineConfig(**IDS | {"max_model_len": 64}))
     assert not report.errors
     assert report.memory is not None
