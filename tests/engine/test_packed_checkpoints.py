@@ -153,7 +153,10 @@ def test_a_cpu_multiplies_them_by_torchs_kernels(
 @pytest.mark.parametrize(
     ("kind", "form", "kept"),
     [
-        *((kind, form, form.bits == 4 or form.group == -1) for kind, form in FORMATS.items()),
+        *(
+            (kind, form, form.bits == 4 or (form.group == -1 and form.symmetric))
+            for kind, form in FORMATS.items()
+        ),
         ("gptq of 16", in_groups("gptq", 16), False),
         ("gptq of rows of 8 bits", in_groups("gptq of 8 bits", -1), False),
         ("compressed of 96", in_groups("compressed", 96), True),
