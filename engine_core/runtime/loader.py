@@ -19,7 +19,7 @@ from engine_core.nn.blocks import agree
 from engine_core.nn.distributed import IndivisibleError
 from engine_core.nn.loading import LoadAccount, Weights, load_account, materialize
 from engine_core.nn.quantization import QuantizationScheme, ScaleKind, kv_scales
-from engine_core.nn.quantization.fp8_checkpoint import WideScales
+from engine_core.nn.quantization.fp8_checkpoint import Fp8Checkpoint
 from engine_core.nn.quantization.packed import PackedCheckpoint
 from engine_core.nn.quantization.scale_values import check_scale
 from engine_core.plugin_code import described, failed_at, is_own, package_of, silent
@@ -264,7 +264,7 @@ def _opened(
     source: WeightSource, device: torch.device, tp_size: int
 ) -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:
     """The tensors of ``source``, from where they are read fastest."""
-    if isinstance(source, PackedCheckpoint | WideScales):
+    if isinstance(source, PackedCheckpoint | Fp8Checkpoint):
         return _converted(source, _opened(source.source, device, tp_size))
     # One of several ranks copies its part out of the mapped files. If each read all of them, the
     # machine would copy the weights once per rank, which takes longer with eight ranks.
@@ -280,7 +280,7 @@ def _opened(
 
 @contextmanager
 def _converted(
-    source: PackedCheckpoint | WideScales,
+    source: PackedCheckpoint | Fp8Checkpoint,
     opened: AbstractContextManager[Iterator[tuple[str, Tensor]]],
 ) -> Iterator[Iterator[tuple[str, Tensor]]]:
     with opened as tensors:

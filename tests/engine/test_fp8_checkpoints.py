@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,15 +96,22 @@ class Made:
     """A tiny Llama in a format, and the same with the numbers that the codes stand for."""
 
     def __init__(
-        self, folder: Path, kind: str, source: str = "llama-gqa", left_out: str = ".1.mlp."
+        self,
+        folder: Path,
+        kind: str,
+        source: str = "llama-gqa",
+        left_out: str = ".1.mlp.",
+        also: Sequence[str] = (),
     ) -> None:
+        """``also`` names layers that are no linears and are quantised, too."""
         settings, leaf, quantise = FORMATS[kind]
         self.plain, self.quantised, self.leaf = folder / "plain", folder / "quantised", leaf
         tensors = load_file(GOLDEN / source / "model.safetensors")
         plain, quantised = dict(tensors), dict(tensors)
         for name, weight in tensors.items():
             # Some are left out, as a skip list has it.
-            if not name.endswith("_proj.weight") or left_out in name:
+            linear = name.endswith("_proj.weight") and left_out not in name
+            if not linear and name.removesuffix(".weight") not in also:
                 continue
             codes, scales = quantise(weight.float())
             stem = name.removesuffix("weight")
@@ -217,6 +224,97 @@ def test_the_deep_check_compares_their_numbers(tmp_path: Path, kind: str) -> Non
     assert cost is not None
     assert cost.mean_kl == pytest.approx(0, abs=1e-6)
     assert cost.equal_tokens == 1
+
+
+HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
+
+
+def tie(folder: Path, *, drop: bool) -> None:
+    """Have the head be the embedding, whose tensors it keeps, or has none."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.startswith(HEAD)]:
+        del tensors[name]
+    if not drop:
+        for name in [name for name in tensors if name.startswith(EMBEDDING)]:
+            tensors[name.replace(EMBEDDING, HEAD)] = tensors[name].clone()
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("codes", [(HEAD,), (EMBEDDING,), (HEAD, EMBEDDING)], ids="+".join)
+def test_codes_of_a_vocabulary_become_numbers(
+    tmp_path: Path, kind: str, codes: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each rank takes its part of them."""
+    made = Made(tmp_path, kind, also=codes)
+    assert not check_model(made.quantised, EngineConfig(**BASE)).errors
+    plain, quantised = made.model(made.plain), made.model(made.quantised)
+    assert (
+        f"{len(codes)} of {18 + len(codes)} weights of codes are turned into numbers, such as "
+        f"{codes[0]}: it is no linear of a layer" in caplog.text
+    )
+    assert torch.equal(logits(quantised), logits(plain))
+    assert made.bytes == sum(p.nbytes for p in made.model(made.plain, pack=False).parameters())
+    context = {"tp_size": 2, "tp_rank": 1}
+    if kind == "blocks":
+        return
+    plain, quantised = (made.model(at, **context) for at in (made.plain, made.quantised))
+    assert torch.equal(quantised.lm_head.weight, plain.lm_head.weight)
+    assert torch.equal(quantised.model.embed_tokens.weight, plain.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("kind", ["blocks", "channel"])
+@pytest.mark.parametrize("drop", [True, False], ids=["one", "both"])
+def test_codes_of_a_tied_vocabulary_become_numbers(tmp_path: Path, kind: str, drop: bool) -> None:
+    """Where the checkpoint has both, they are compared as numbers."""
+    made = Made(tmp_path, kind, also=(HEAD, EMBEDDING))
+    tie(made.plain, drop=drop)
+    tie(made.quantised, drop=drop)
+    assert not check_model(made.quantised, EngineConfig(**BASE)).errors
+    plain, quantised = made.model(made.plain), made.model(made.quantised)
+    assert quantised.lm_head.weight is quantised.model.embed_tokens.weight
+    assert torch.equal(logits(quantised), logits(plain))
+    if not drop:
+        made.tensors(lambda tensors: tensors[f"{HEAD}.{made.leaf}"].mul_(2))
+        with pytest.raises(ConfigError, match=r"tie_word_embeddings.*but in the checkpoint they"):
+            made.model(made.quantised)
+
+
+@pytest.mark.parametrize("kind", ["blocks", "static"])
+def test_broken_codes_of_a_head_are_named(tmp_path: Path, kind: str) -> None:
+    """As those of a linear are; an activation's scale is looked at, too, though not used."""
+    made = Made(tmp_path, kind, also=(HEAD,))
+    whole = load_file(made.quantised / "model.safetensors")
+    scale = whole[f"{HEAD}.{made.leaf}"]
+    changes: dict[str, tuple[Tensor | None, str]] = {
+        made.leaf: (scale.clone().fill_(torch.nan), "has nan, which is no scale"),
+        "weight": (whole[f"{HEAD}.weight"].float().to(torch.float8_e5m2), "is of float8_e5m2"),
+    }
+    if kind == "static":
+        changes["input_scale"] = (torch.tensor(0.0), "has 0, which is no scale")
+    for leaf, (value, words) in changes.items():
+        made.tensors(lambda held, at=f"{HEAD}.{leaf}", to=value: held.update({at: to}))
+        with pytest.raises(ConfigError, match=f"{HEAD}.{leaf} {words}"):
+            LLM(str(made.quantised), EngineConfig(**BASE))
+        made.tensors(lambda held: held.update(whole))
+    for changed, words in (
+        ({made.leaf: torch.ones(7, 5)}, rf"{HEAD}.{made.leaf} has shape \[7, 5\], scales of"),
+        ({}, rf"{HEAD}.weight is float8_e4m3fn but has no scale: there is no {HEAD}.weight_scale"),
+    ):
+        made.tensors(
+            lambda held, to=changed: (
+                held.pop(f"{HEAD}.{made.leaf}"),
+                held.update({f"{HEAD}.{leaf}": tensor for leaf, tensor in to.items()}),
+            )
+        )
+        [problem] = check_model(made.quantised, EngineConfig(**BASE)).errors
+        assert problem.code == "quantization-unsupported"
+        with pytest.raises(ConfigError, match=words):
+            LLM(str(made.quantised), EngineConfig(**BASE))
+        made.tensors(lambda held: held.update(whole))
 
 
 @pytest.mark.parametrize("kind", ["blocks", "tensor", "channel"])

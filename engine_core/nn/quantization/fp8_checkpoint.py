@@ -8,6 +8,7 @@ for all their names, and of calibrated activations ``input_scale`` or ``activati
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,11 +34,14 @@ from engine_core.nn.loading import (
     set_weight_loader,
 )
 from engine_core.nn.packing import MatrixModule
+from engine_core.nn.quantization.scale_values import check_scale
 from engine_core.nn.quantization.scheme import QUANTIZATION_KEYS, QuantizationScheme, ScaleKind
 
 if TYPE_CHECKING:
     from engine_core.checkpoint import Checkpoint
     from engine_core.nn.loading import LoadAccount
+
+logger = logging.getLogger(__name__)
 
 _E4M3, _E8M0 = "float8_e4m3fn", "float8_e8m0fnu"
 _NUMBERS = ("float16", "bfloat16", "float32", "float64")
@@ -284,18 +288,28 @@ class _Plain:
             if tensor.dtype == torch.float8_e4m3fn:
                 stem = name.removesuffix("weight")
                 scale = next(held[stem + leaf] for leaf in _SCALES if stem + leaf in held)
-                rows, columns = tensor.shape
-                width = scale.shape[1] if scale.dim() == 2 else 1
-                spread = _spread_over_rows(scale.float(), rows, width)
-                if width > 1:
-                    spread = spread.repeat_interleave(_BLOCK, dim=1)[:, :columns]
-                yield name, tensor.float() * spread
+                yield name, _numbers(tensor, scale.float())
             elif name not in self._scales:
                 yield name, tensor
 
 
-class WideScales:
-    """A checkpoint whose scales of one byte, powers of 2, come as float32.
+def _numbers(codes: Tensor, scales: Tensor) -> Tensor:
+    """The numbers ``[N, K]`` float32 that codes stand for; scales have any form of these."""
+    width = scales.shape[1] if scales.dim() == 2 else 1
+    spread = _spread_over_rows(scales, len(codes), width)
+    numbers = codes.float()
+    if width == 1:
+        return numbers.mul_(spread)
+    for columns, scale in zip(numbers.split(_BLOCK, dim=1), spread.split(1, dim=1), strict=True):
+        columns.mul_(scale)
+    return numbers
+
+
+class Fp8Checkpoint:
+    """A checkpoint whose codes come as layers take them.
+
+    Scales of one byte, powers of 2, come as float32. Codes that no layer multiplies by come as
+    numbers, without their scales.
 
     Attributes:
         source: the checkpoint.
@@ -305,11 +319,24 @@ class WideScales:
 
     gguf = None
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Any, unpacked: Mapping[str, str]) -> None:
+        """``unpacked`` names the codes that become numbers, and the scales of each."""
         self.source = source
+        self._unpacked = unpacked
+        self._weights = {scale: name for name, scale in unpacked.items()}
+        # Nothing quantises the activations of these.
+        self._unused = {
+            name.removesuffix("weight") + leaf for name in unpacked for leaf in _INPUT_SCALES
+        }
+        left_out = self._unused | self._weights.keys()
+        wide = {_E8M0: "float32"}
         self.headers = {
-            name: replace(header, dtype="float32") if header.dtype == _E8M0 else header
+            name: replace(
+                header,
+                dtype="float32" if name in unpacked else wide.get(header.dtype, header.dtype),
+            )
             for name, header in source.headers.items()
+            if name not in left_out
         }
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -317,13 +344,52 @@ class WideScales:
         return self.convert(self.source.weights())
 
     def convert(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same of the source's own tensors, wherever they were read to."""
+        """The same of the source's own tensors, wherever they were read to.
+
+        Raises:
+            ConfigError: scales of codes that become numbers cannot be used.
+        """
+        # Codes whose scales were not read yet, and scales whose codes were not.
+        held: dict[str, Tensor] = {}
         for name, tensor in tensors:
-            yield name, tensor.float() if tensor.dtype == torch.float8_e8m0fnu else tensor
+            if tensor.dtype == torch.float8_e8m0fnu:
+                tensor = tensor.float()
+            if name in self._unpacked or name in self._weights:
+                if name in self._weights:
+                    check_scale(name, tensor, "multiplied")
+                weight = self._weights.get(name, name)
+                scale = self._unpacked[weight]
+                held[name] = tensor
+                if weight in held and scale in held:
+                    yield weight, _numbers(held.pop(weight), held.pop(scale).float())
+            elif name in self._unused:
+                check_scale(name, tensor, "divided")
+            else:
+                yield name, tensor
 
 
 def _quantised(headers: Mapping[str, Any]) -> set[str]:
     return {name for name, header in headers.items() if header.dtype == _E4M3}
+
+
+def _scale_of(name: str, headers: Mapping[str, Any]) -> str:
+    """The name of the scales of codes that become numbers.
+
+    Raises:
+        ConfigError: there are none, or they or the codes have a shape that says nothing.
+    """
+    stem, shape = name.removesuffix("weight"), headers[name].shape
+    if len(shape) != 2:
+        raise unsupported(f"{name} is {_E4M3} of shape {list(shape)}, no matrix of a linear")
+    scale = next((stem + leaf for leaf in _SCALES if stem + leaf in headers), None)
+    if scale is None:
+        raise unsupported(f"{name} is {_E4M3} but has no scale: there is no {stem}{_SCALES[0]}")
+    given = torch.empty(headers[scale].shape, device="meta")
+    try:
+        _spread_over_rows(given, shape[0], -(-shape[1] // _BLOCK))
+    except ShapeMismatchError as error:
+        raise unsupported(f"{scale} {error}") from error
+    return scale
 
 
 def refuse_codes(headers: Mapping[str, Any], wanted: str) -> None:
@@ -416,7 +482,7 @@ class Fp8CheckpointScheme(QuantizationScheme):
         """Leave the layers plain: the types of the tensors that fill them say who is taken."""
 
     def match(self, model: nn.Module, checkpoint: Checkpoint, account: LoadAccount) -> Any:
-        """Give each linear whose tensors are e4m3 its method.
+        """Give each linear whose tensors are e4m3 its method; other codes become numbers.
 
         Raises:
             ConfigError: scales are missing, or only some parts of a merged linear are quantised.
@@ -426,6 +492,7 @@ class Fp8CheckpointScheme(QuantizationScheme):
         if not quantised and self.takes_weights:
             raise unsupported(f"no tensor of the checkpoint is {_E4M3}")
         self._layouts = {}
+        fillers: dict[nn.Module, frozenset[str]] = {}
         leaves = Counter(name.rpartition(".")[2] for name in headers)
         for name, layer in model.named_modules():
             if not isinstance(layer, Linear):
@@ -434,10 +501,29 @@ class Fp8CheckpointScheme(QuantizationScheme):
             if sources & quantised:
                 layout = self._layout(name, sources, quantised, headers, leaves)
                 self._layouts[id(layer)] = layout
-        self.give_methods(model)
-        if any(header.dtype == _E8M0 for header in headers.values()):
-            return WideScales(checkpoint)
+                fillers[layer] = sources
+        taken = {name for layer in self.give_methods(model) for name in fillers[layer]}
+        unpacked = self._left(quantised - taken, account, headers)
+        if unpacked or any(header.dtype == _E8M0 for header in headers.values()):
+            return Fp8Checkpoint(checkpoint, unpacked)
         return checkpoint
+
+    def _left(
+        self, codes: set[str], account: LoadAccount, headers: Mapping[str, Any]
+    ) -> dict[str, str]:
+        """Codes of no linear with a method that are to become numbers, and the scales of each.
+
+        They are those of the vocabulary, of modules of torch, and of linears that share a weight.
+        """
+        # What fills nothing is not wanted, but for what is compared with what fills something.
+        wanted = account.fills().keys() | {second for _, second in account.uncompared}
+        left = sorted(codes & wanted)
+        unpacked = {name: _scale_of(name, headers) for name in left}
+        if left:
+            logger.warning("quantization %s: %d of %d weights of codes are turned into numbers, "
+                           "such as %s: it is no linear of a layer", self.name, len(left),
+                           len(_quantised(headers)), left[0].removesuffix(".weight"))  # fmt: skip
+        return unpacked
 
     @property
     def takes_weights(self) -> bool:
