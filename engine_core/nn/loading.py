@@ -172,7 +172,8 @@ class LoadAccount:
         missing = tuple(
             f"{name}{self._lost(name)}" for name, numel in self._missing.items() if numel > 0
         )
-        unexpected = tuple(name for name in self._offered if name not in self._taken | {*spare})
+        expected = self._taken.union(spare)
+        unexpected = tuple(name for name in self._offered if name not in expected)
         wrong = tuple(self._wrong)
         twice = tuple(f"{name}: fills what {first} does" for name, first in self._twice.items())
         if not (missing or unexpected or wrong or twice):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -352,6 +352,7 @@ class PackedScheme(QuantizationScheme):
         """Its integers as the numbers that they stand for."""
         self.plain(checkpoint)
         self._read_layouts(checkpoint)
+        # Made anew: that has found out what some tensors are.
         return PackedCheckpoint(checkpoint, self._linears, self.read, frozenset(), self._spare)
 
     def scales(self, headers: Mapping[str, Any]) -> Mapping[str, ScaleKind]:
@@ -502,9 +503,8 @@ class PackedScheme(QuantizationScheme):
 
     def _read_layouts(self, checkpoint: Any) -> None:
         """Look at the groups that inputs are in, and at zero points, where the settings do not."""
-        take_groups = partial(_take_groups, unfilled=self.unfilled)
         takes: dict[str, _Take] = {
-            "groups": take_groups,
+            "groups": partial(_take_groups, unfilled=self.unfilled),
             _UNSAID_ZEROS: _take_zeros,
         }
         wanted = {
@@ -513,10 +513,16 @@ class PackedScheme(QuantizationScheme):
             for leaf, kind in linear.leaves.items()
             if kind in takes
         }
-        for name, tensor in checkpoint.weights() if wanted else ():
-            if name in wanted:
-                take, linear = wanted[name]
-                take(name, tensor, linear)
+        for name, tensor in _tensors_named(wanted, checkpoint):
+            take, linear = wanted[name]
+            take(name, tensor, linear)
+
+
+def _tensors_named(names: Collection[str], checkpoint: Any) -> Iterator[tuple[str, Tensor]]:
+    """Those of a checkpoint with these names, whose files are not read if there are none."""
+    for name, tensor in checkpoint.weights() if names else ():
+        if name in names:
+            yield name, tensor
 
 
 def _without_order(ordered: Integers, linear: Integers, leaf: str) -> ConfigError:
@@ -765,8 +771,8 @@ class GPTQScheme(PackedScheme):
     def zero_biases(self, checkpoint: Any) -> Iterator[str]:
         """Those that are zero: AutoGPTQ 0.2 to 0.7 made every linear with a bias."""
         names = {f"{name}.bias" for name in self._linears} & checkpoint.headers.keys()
-        for name, tensor in checkpoint.weights() if names else ():
-            if name in names and not bool(tensor.float().any()):
+        for name, tensor in _tensors_named(names, checkpoint):
+            if not bool(tensor.float().any()):
                 yield name
 
     def _read_layouts(self, checkpoint: Any) -> None:
@@ -886,8 +892,7 @@ class CompressedIntegersScheme(PackedScheme):
         }
         self._shapes = {
             name.removesuffix(leaf): tensor.tolist()
-            for name, tensor in (checkpoint.weights() if names else ())
-            if name in names
+            for name, tensor in _tensors_named(names, checkpoint)
         }
         return super().plain(checkpoint)
 
