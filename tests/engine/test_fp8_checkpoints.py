@@ -317,6 +317,22 @@ def test_broken_codes_of_a_head_are_named(tmp_path: Path, kind: str) -> None:
         made.tensors(lambda held: held.update(whole))
 
 
+@pytest.mark.parametrize("kind", ["blocks", "channel"])
+def test_codes_without_a_scale_that_fits_give_no_numbers(tmp_path: Path, kind: str) -> None:
+    """Of a linear as of a vocabulary: no layer has looked at them then."""
+    made = Made(tmp_path, kind)
+    settings = json.loads((made.quantised / "config.json").read_text())["quantization_config"]
+    registry = build_registry()
+    scheme = registry.quantization_scheme(registry.recognise_quantization(settings), settings)
+    linear = "model.layers.0.mlp.down_proj"
+    made.tensors(lambda held: held.update({f"{linear}.{made.leaf}": torch.ones(7, 5)}))
+    with pytest.raises(ConfigError, match=rf"{linear}.{made.leaf} has shape \[7, 5\], scales of"):
+        scheme.numbers(open_checkpoint(made.quantised))
+    made.tensors(lambda held: held.pop(f"{linear}.{made.leaf}"))
+    with pytest.raises(ConfigError, match=rf"{linear}.weight is float8_e4m3fn but has no scale"):
+        scheme.numbers(open_checkpoint(made.quantised))
+
+
 @pytest.mark.parametrize("kind", ["blocks", "tensor", "channel"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_parts_of_a_merged_linear_may_be_skipped(tmp_path: Path, kind: str, size: int) -> None:

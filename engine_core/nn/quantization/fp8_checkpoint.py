@@ -267,30 +267,18 @@ def _spread_over_rows(scales: Tensor, rows: int, width: int) -> Tensor:
 
 
 class _Plain:
-    """A checkpoint as plain layers would have it: numbers, and no scales."""
+    """The headers of a checkpoint as plain layers would have it: numbers, and no scales."""
 
     gguf = None
 
     def __init__(self, source: Any) -> None:
-        self._source = source
         stems = {name.removesuffix("weight") for name in _quantised(source.headers)}
-        self._scales = {stem + leaf for stem in stems for leaf in (*_SCALES, *_INPUT_SCALES)}
+        scales = {stem + leaf for stem in stems for leaf in (*_SCALES, *_INPUT_SCALES)}
         self.headers = {
             name: replace(header, dtype="bfloat16") if header.dtype == _E4M3 else header
             for name, header in source.headers.items()
-            if name not in self._scales
+            if name not in scales
         }
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor; those of codes as numbers in float32."""
-        held = dict(self._source.weights())
-        for name, tensor in held.items():
-            if tensor.dtype == torch.float8_e4m3fn:
-                stem = name.removesuffix("weight")
-                scale = next(held[stem + leaf] for leaf in _SCALES if stem + leaf in held)
-                yield name, _numbers(tensor, scale.float())
-            elif name not in self._scales:
-                yield name, tensor
 
 
 def _numbers(codes: Tensor, scales: Tensor) -> Tensor:
@@ -308,8 +296,8 @@ def _numbers(codes: Tensor, scales: Tensor) -> Tensor:
 class Fp8Checkpoint:
     """A checkpoint whose codes come as layers take them.
 
-    Scales of one byte, powers of 2, come as float32. Codes that no layer multiplies by come as
-    numbers, without their scales.
+    Scales of one byte, powers of 2, come as float32. Codes that no layer multiplies by, or all
+    codes, come as numbers, without their scales.
 
     Attributes:
         source: the checkpoint.
@@ -442,8 +430,15 @@ class Fp8CheckpointScheme(QuantizationScheme):
         return _Plain(checkpoint)
 
     def numbers(self, checkpoint: Any) -> Any:
-        """Its codes times their scales."""
-        return _Plain(checkpoint)
+        """Its codes times their scales.
+
+        Raises:
+            ConfigError: some have none, or of a shape that says nothing.
+        """
+        headers = checkpoint.headers
+        return Fp8Checkpoint(
+            checkpoint, {name: _scale_of(name, headers) for name in sorted(_quantised(headers))}
+        )
 
     def scales(self, headers: Mapping[str, Any]) -> Mapping[str, ScaleKind]:
         """Those of codes, and of activations that were calibrated."""
