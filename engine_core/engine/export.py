@@ -37,7 +37,6 @@ from engine_core.nn.quantization.packed import (
     CompressedIntegersScheme,
     Integers,
     PackedCheckpoint,
-    PackedScheme,
 )
 from engine_core.nn.quantization.scale_values import refused, wrong_scales
 from engine_core.nn.quantization.scheme import QUANTIZATION_KEYS
@@ -103,7 +102,7 @@ def export_model(
         OptionError: ``path`` exists and ``force`` is not given, or is a file of ``model``; the
             quantisation has no such form, or the weights are quantised already.
         CheckpointError: ``path`` cannot be written.
-        EngineError: the model cannot be opened.
+        EngineError: the model cannot be opened, or its tensors are not those of its layers.
     """
     config = config or EngineConfig()
     check_target(path, force)
@@ -143,7 +142,7 @@ def export_model(
         plan = _plan(source, wanted)
         cache = source.scheme and (source.scheme.cache_settings or {}).get(_CACHE)
         hf_config[_SETTINGS] = _settings(plan, wanted) | ({_CACHE: cache} if cache else {})
-    left_out = _unplaced(source)
+    left_out = _unplaced(source) if wanted is None else frozenset()
     headers = [each for name, each in checkpoint.headers.items() if name not in left_out]
     specs = [spec for header in headers for spec in plan.specs(header)]
     if wanted is not None:
@@ -171,13 +170,15 @@ def _refuse_own_file(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def _unplaced(source: ModelSource) -> frozenset[str]:
-    """Tensors that say nothing and that the model has no place for: numbers would be refused so."""
-    scheme, checkpoint = source.scheme, source.checkpoint
-    spare = scheme.plain(checkpoint).spare if isinstance(scheme, PackedScheme) else frozenset()
-    if not spare:
-        return spare
-    model = build_on_meta(source.model_class, source.model_config, _context(source), scheme)
-    _, account = match_weights(model, checkpoint, source.name, scheme)
+    """Tensors that say nothing and that the model has no place for: numbers would be refused so.
+
+    Raises:
+        EngineError: the model does not load, and neither would the file.
+    """
+    model = build_on_meta(source.model_class, source.model_config, _context(source), source.scheme)
+    weights = without_head(model, source.checkpoint, source.model_config)
+    matched, account = match_weights(model, weights, source.name, source.scheme)
+    spare = matched.spare if isinstance(matched, PackedCheckpoint) else frozenset()
     return spare - account.fills().keys()
 
 

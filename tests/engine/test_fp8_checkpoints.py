@@ -17,6 +17,7 @@ from torch import Tensor
 from engine_core import LLM, EngineConfig, SamplingParams
 from engine_core.check import check_model
 from engine_core.checkpoint import open_checkpoint
+from engine_core.engine.export import export_model
 from engine_core.errors import ConfigError, EngineError, OptionError
 from engine_core.nn.linear import Linear
 from engine_core.nn.quantization import QuantizationScheme
@@ -525,6 +526,10 @@ def test_broken_ones_are_named(tmp_path: Path, broken: str) -> None:
     with pytest.raises(EngineError) as refused:
         LLM(str(made.quantised), EngineConfig(**BASE))
     assert words in str(refused.value)
+    with pytest.raises(EngineError) as refused:
+        export_model(str(made.quantised), tmp_path / "out.safetensors")
+    assert words in str(refused.value)
+    assert not (tmp_path / "out.safetensors").exists()
 
 
 def test_skip_lists_that_name_codes_are_said(

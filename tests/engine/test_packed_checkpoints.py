@@ -752,6 +752,10 @@ def test_broken_ones_are_named(tmp_path: Path, broken: str) -> None:
     with pytest.raises(EngineError) as refused:
         LLM(str(it.packed), EngineConfig(**BASE))
     assert words in str(refused.value)
+    with pytest.raises(EngineError) as refused:
+        export_model(str(it.packed), tmp_path / "out.safetensors")
+    assert words in str(refused.value)
+    assert not (tmp_path / "out.safetensors").exists()
 
 
 # What newer versions of GPTQModel may write besides, by their quantization/config.py.
