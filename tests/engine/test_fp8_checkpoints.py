@@ -592,13 +592,22 @@ def test_scales_of_one_byte_are_powers_of_2(tmp_path: Path) -> None:
     assert outputs[0] == outputs[1]
 
 
-def test_static_activations_without_scales_are_said(tmp_path: Path) -> None:
-    made = Made(tmp_path, "static")
+def test_static_activations_without_scales_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of linears: nothing quantises the activations of a head whose codes become numbers."""
+    made = Made(tmp_path, "static", also=(HEAD,))
+    made.tensors(lambda tensors: tensors.pop(f"{HEAD}.input_scale"))
+    problems = check_model(made.quantised, EngineConfig(**BASE)).problems
+    assert not any(each.code == "quantization-settings" for each in problems)
     made.tensors(lambda tensors: [tensors.pop(n) for n in list(tensors) if "input_scale" in n])
     problems = check_model(made.quantised, EngineConfig(**BASE)).problems
     [problem] = [each for each in problems if each.code == "quantization-settings"]
-    assert "input_scale" in problem.message
-    assert "they are scaled as they come" in problem.message
+    words = "input_scale (18 of 18 linears); they are scaled as they come"
+    assert words in problem.message
+    caplog.clear()
+    LLM(str(made.quantised), EngineConfig(**BASE))
+    assert sum(words in line for line in caplog.messages) == 1
 
 
 def test_options_that_do_not_fit(tmp_path: Path) -> None:

@@ -695,7 +695,13 @@ BROKEN: Mapping[str, tuple[str, Callable[[Made], Any], str]] = {
     "several forms": (
         "gptq",
         setting(dynamic={"-:.*gate": {}, "+:.*up": {"bits": 8}}),
-        "and only rules that skip layers ('-:') are known",
+        "dynamic has bits 8 for '+:.*up', and all others have 4: layers that differ so are not",
+    ),
+    "rules that are none": ("gptq", setting(dynamic=["-:.*up"]), "no object of rules"),
+    "a rule that says nothing": (
+        "gptq",
+        setting(dynamic={".*up": False}),
+        "dynamic has False for '.*up', no object of settings",
     ),
     "a pattern of a rule": (
         "gptq",
@@ -872,6 +878,7 @@ QUERIES = "model.layers.0.self_attn.q_proj"
         ("gptq", auto_round("auto_round:auto_gptq", extra_config={QUERIES: {"bits": 16}})),
         ("awq", auto_round("auto_round:auto_awq", extra_config={r"0\..*\.q_proj": {"bits": 16}})),
         ("gptq", setting(dynamic={f"-:{QUERIES}": {}, "+:.*v_proj": {"bits": 4}})),
+        ("gptq", setting(dynamic={f"-:{QUERIES}": {}, ".*_proj": {"damp_percent": 0.1, "mse": 2}})),
     ],
 )
 def test_layers_that_a_rule_leaves_are_plain(
@@ -926,7 +933,7 @@ def of_layer(**given: Any) -> Callable[[Made], None]:
         (auto_round("auto_round", extra_config=["lm_head"]), "extra_config is ['lm_head'], no"),
         (auto_round("auto_round", extra_config={"((": {"bits": 16}}), "no regular expression"),
         (setting(**OF_AUTOROUND | {"act_bits": 8}), "act_bits is 8, not 16 or 32"),
-        (setting(dynamic={"+:.*v_proj": {"bits": 8}}), "only rules that skip layers"),
+        (setting(dynamic={"+:.*v_proj": {"bits": 8}}), "dynamic has bits 8 for '+:.*v_proj', and"),
         (setting(dynamic={"-:((": {}}), "dynamic has 're:((', no regular expression"),
     ],
 )
@@ -1125,6 +1132,21 @@ def test_groups_that_nobody_filled_in_are_of_neighbours(
     it = Made(tmp_path, kind)
     change(it)
     unfilled(leaf, value, most)(it)
+    assert not check(it)
+    expected = linears(it.model(it.plain))
+    for name, layer in linears(it.model(it.packed, CUDA)).items():
+        assert torch.equal(layer.weight, expected[name].weight)
+
+
+@pytest.mark.parametrize("kind", ["gptq", "gptq of 8 bits"])
+def test_one_group_needs_no_filling_in(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All inputs are in it, whatever their order."""
+    monkeypatch.setitem(FORMATS, f"whole {kind}", in_groups(kind, -1))
+    it = Made(tmp_path, f"whole {kind}")
+    setting(desc_act=True)(it)
+    unfilled("g_idx", -1, 99)(it)
     assert not check(it)
     expected = linears(it.model(it.plain))
     for name, layer in linears(it.model(it.packed, CUDA)).items():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -408,6 +408,7 @@ class Fp8CheckpointScheme(QuantizationScheme):
     def __init__(self, name: str, settings: Mapping[str, Any] | None = None) -> None:
         super().__init__(name, settings)
         self._layouts: dict[int, Fp8Layout] = {}
+        self._unscaled: str | None = None
         if settings is not None:
             refuse_settings(settings, self.keys)
 
@@ -453,20 +454,28 @@ class Fp8CheckpointScheme(QuantizationScheme):
         }
 
     def remarks(self, headers: Mapping[str, Any]) -> Iterator[str]:
-        """Skip lists that name layers of codes, and static activations without scales."""
+        """Skip lists that name layers of codes; once matched, activations that lack their scales.
+
+        Only then is known which codes are those of linears.
+        """
         names = sorted(name.removesuffix(".weight") for name in _quantised(headers))
         yield from wrongly_skipped(self.settings or {}, names)
+        if self._unscaled is not None:
+            yield self._unscaled
+
+    def _unscaled_linears(self, linears: Collection[str], headers: Mapping[str, Any]) -> str | None:
+        """A line on linears whose activations should have been calibrated, by their weights."""
+        stems = sorted(name.removesuffix("weight") for name in linears)
         lacking = [
-            name
-            for name in (names if self._is_static else ())
-            if not any(f"{name}.{leaf}" in headers for leaf in _INPUT_SCALES)
+            stem for stem in stems if not any(stem + leaf in headers for leaf in _INPUT_SCALES)
         ]
-        if lacking:
-            yield (
-                f"activations are to have scales of their own, and there is no {lacking[0]}."
-                f"{_INPUT_SCALES[0]} ({len(lacking)} of {len(names)} linears); they are scaled as "
-                "they come"
-            )
+        if not lacking or not self._is_static:
+            return None
+        return (
+            "activations are to have scales of their own, and there is no "
+            f"{lacking[0]}{_INPUT_SCALES[0]} ({len(lacking)} of {len(stems)} linears); they are "
+            "scaled as they come"
+        )
 
     @property
     def _is_static(self) -> bool:
@@ -498,6 +507,9 @@ class Fp8CheckpointScheme(QuantizationScheme):
                 self._layouts[id(layer)] = layout
                 fillers[layer] = sources
         taken = {name for layer in self.give_methods(model) for name in fillers[layer]}
+        self._unscaled = self._unscaled_linears(quantised & taken, headers)
+        if self._unscaled is not None:
+            logger.warning("quantization %s: %s", self.name, self._unscaled)
         unpacked = self._left(quantised - taken, account, headers)
         if unpacked or any(header.dtype == _E8M0 for header in headers.values()):
             return Fp8Checkpoint(checkpoint, unpacked)

@@ -158,16 +158,21 @@ class Integers:
 def _check_rules(settings: Mapping[str, Any]) -> None:
     """Refuse rules by names (GPTQModel's ``dynamic``) but such as skip layers or change nothing."""
     rules = settings.get("dynamic") or {}
-    known = isinstance(rules, dict) and all(
-        # AutoRound has a rule for a head with codes, which says once more what these are.
-        rule.startswith("-:")
-        or (isinstance(given, dict) and all(settings.get(k) == v for k, v in given.items()))
-        for rule, given in rules.items()
-    )
-    if not known:
-        raise unsupported(f"dynamic is {rules!r}, and only rules that skip layers ('-:') are known")
-    for rule in rules:
+    if not isinstance(rules, dict):
+        raise unsupported(f"dynamic is {rules!r}, no object of rules")
+    for rule, given in rules.items():
         check_pattern("dynamic", f"re:{rule.removeprefix('-:').removeprefix('+:')}")
+        if rule.startswith("-:"):
+            continue
+        if not isinstance(given, dict):
+            raise unsupported(f"dynamic has {given!r} for {rule!r}, no object of settings")
+        # AutoRound has a rule for a head with codes, which says once more what these are.
+        for key, value in given.items():
+            if key not in _OF_CALIBRATION and settings.get(key) != value:
+                raise unsupported(
+                    f"dynamic has {key} {value!r} for {rule!r}, and all others have "
+                    f"{settings.get(key)!r}: layers that differ so are not known"
+                )
 
 
 # Zero points of codes that the settings call symmetric.
@@ -784,7 +789,7 @@ class GPTQScheme(PackedScheme):
         ordered = next((each for each in self._linears.values() if each.order is not None), None)
         needed = puts_in_order(self.settings or {})
         for linear in self._linears.values():
-            if needed and linear.unfilled is not None:
+            if needed and linear.groups > 1 and linear.unfilled is not None:
                 filled = _not_filled(f"{linear.name}.g_idx", linear)
                 raise unsupported(f"desc_act is True, and {filled}")
             lacks = linear.unfilled is not None or "g_idx" not in linear.leaves
