@@ -13,6 +13,7 @@ from engine_core.kernels import DeferredRMSNorm, GroupWeight, linear
 from engine_core.kernels.gpu import GPU
 from engine_core.kernels.linear.groups import pack_codes, quantize_groups
 from engine_core.kernels.linear.tiles import choose_group_tile
+from engine_core.nn.quantization import Int4Matrix
 
 HOPPER, ADA, TURING = (GPU.of_capability(each) for each in ((9, 0), (8, 9), (7, 5)))
 
@@ -84,6 +85,20 @@ def test_numbers_are_codes_less_zeros_times_scales(kind: Kind, launch_device: st
     size = GroupWeight.size(40, kind.k, kind.bits)
     zeros = 0 if weight.zeros is None else weight.zeros.nbytes
     assert weight.nbytes == size + weight.scales.nbytes + zeros
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_groups_of_several_sizes_are_refused(bits: int) -> None:
+    """Of 160 columns in groups of 64 the last has 32, and by their number they had 53."""
+    packed = torch.zeros(32, 160 * bits // 8, dtype=torch.uint8)
+    with pytest.raises(AssertionError, match="160 columns are no 3 groups of equal size"):
+        GroupWeight.of(packed, torch.ones(32, 3), None, bits, torch.float32)
+
+
+def test_a_cpus_matrix_has_scales_of_all_its_groups() -> None:
+    packed, scales = torch.zeros(32, 128, dtype=torch.uint8), torch.ones(32, 3)
+    with pytest.raises(AssertionError, match=r"\[32, 3\] are not \[32, 8\]"):
+        Int4Matrix.of_pairs(packed, scales, torch.zeros_like(scales), torch.float32)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

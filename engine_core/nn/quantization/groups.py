@@ -238,6 +238,9 @@ class GroupLinearMethod(GroupMethod):
     ) -> PackedMatrix:
         layout = self._layout
         if not self._on_cpu:
+            columns = packed.shape[1] * 8 // layout.bits
+            # It takes their size from their number, which two sizes may have in common.
+            assert columns % (layout.group_size or 1) == 0, "the last group is shorter"
             return GroupWeight.of(
                 *(packed, scales, zeros, layout.bits, dtype), quantizes_rows=layout.quantizes_rows
             )

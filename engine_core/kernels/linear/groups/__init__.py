@@ -91,7 +91,7 @@ class GroupWeight(CodedWeight):
         Args:
             packed: ``[N, K * bits / 8]`` uint8; of 4 bits the even column in the low half, of 8
                 bits the bytes of int8.
-            scales: ``[N, groups]``, floats; groups of equal size, but for a shorter last one.
+            scales: ``[N, groups]``, floats; groups of equal size.
             zeros: ``[N, groups]`` uint8, the codes that stand for 0, of 8 bits as bytes of int8;
                 or floats that are added to numbers around the middle; None for the middle.
             bits: 4 or 8.
@@ -122,7 +122,7 @@ class GroupWeight(CodedWeight):
 
         Args:
             codes: ``[N, K]`` uint8, from 0 on; of 8 bits the bytes of int8.
-            scales: ``[N, groups]``; groups of equal size, but for a shorter last one.
+            scales: ``[N, groups]``; groups of equal size.
             bits: 4, 5, 6 or 8.
             dtype: of what is multiplied by it.
             minima: ``[N, groups]``, or None.
@@ -131,6 +131,7 @@ class GroupWeight(CodedWeight):
         """
         n, k = codes.shape
         groups = scales.shape[1]
+        assert k % groups == 0, f"{k} columns are no {groups} groups of equal size"
         # A group of all columns is one for the row, whatever its size is called.
         whole = groups == 1 and minima is None
         size = 0 if whole else k // groups
