@@ -251,7 +251,7 @@ class Experts(Module):
 
 
 class Router(Linear):
-    """The choice of experts by a linear, which every rank computes and no option quantises.
+    """The choice of experts by a linear, which every rank computes and nothing quantises.
 
     Attributes:
         routing: the rule.
@@ -259,7 +259,7 @@ class Router(Linear):
             None for none.
     """
 
-    quantizable = False
+    quantizable = takes_codes = False
     e_score_correction_bias: nn.Parameter | None
 
     def __init__(

@@ -425,9 +425,12 @@ class Linear(MatrixModule):
         bias: ``[out_features]``, or None.
         dtype: of the weight as it was built, and of the activations.
         quantizable: whether the option ``quantization`` is for it too.
+        takes_codes: whether codes of a checkpoint may be its weight, which are turned into numbers
+            else.
     """
 
     quantizable: ClassVar[bool] = True
+    takes_codes: ClassVar[bool] = True
     bias: nn.Parameter | None
 
     def __init__(
@@ -470,6 +473,7 @@ class Linear(MatrixModule):
         self.dtype = dtype or torch.get_default_dtype()
         self.method: LinearMethod = method or UnquantizedLinearMethod()
         self.method.create_weights(self, self.in_features, self.out_features, dtype, device)
+        self._of_method = tuple(self._parameters)
         if not bias:
             self.register_parameter("bias", None)
         else:
@@ -477,12 +481,13 @@ class Linear(MatrixModule):
 
     def set_method(self, method: LinearMethod) -> None:
         """Take another arithmetic before anything is loaded."""
-        names = [name for name in self._parameters if name != "bias"]
-        device = self.get_parameter(names[0]).device
-        for name in names:
+        device = self.get_parameter(self._of_method[0]).device
+        for name in self._of_method:
             delattr(self, name)
+        others = set(self._parameters)
         self.method = method
         method.create_weights(self, self.in_features, self.out_features, self.dtype, device)
+        self._of_method = tuple(name for name in self._parameters if name not in others)
 
     @property
     def matrix_shape(self) -> torch.Size:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import packed_checkpoints
 import pytest
 import torch
 from golden_fixtures import GOLDEN
@@ -282,6 +283,28 @@ def test_codes_of_a_tied_vocabulary_become_numbers(tmp_path: Path, kind: str, dr
         made.tensors(lambda tensors: tensors[f"{HEAD}.{made.leaf}"].mul_(2))
         with pytest.raises(ConfigError, match=r"tie_word_embeddings.*but in the checkpoint they"):
             made.model(made.quantised)
+
+
+def test_a_routers_codes_become_numbers(tmp_path: Path) -> None:
+    """It chooses experts by numbers."""
+    quantised = packed_checkpoints.mixtral()
+    plain = dict(quantised)
+    for name in [name for name in plain if name.endswith("moe.gate.weight")]:
+        codes, scale = by_tensor(plain[name])
+        plain[name] = numbers(codes, scale)
+        quantised |= {name: codes, f"{name}_scale": scale}
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    outputs = []
+    for folder, tensors, given in (("q", quantised, settings), ("p", plain, None)):
+        path = packed_checkpoints.write(
+            tmp_path / folder, tensors, given, **packed_checkpoints.MIXTRAL
+        )
+        assert not check_model(path, EngineConfig(**BASE), deep=True).errors
+        with LLM(str(path), EngineConfig(dtype="float32", **BASE)) as llm:
+            params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=1, ignore_eos=True)
+            [output] = llm.generate([[5, 9, 33, 7]], params)
+            outputs.append((output.outputs[0].token_ids, output.outputs[0].logprobs))
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize("kind", ["blocks", "static"])
@@ -608,6 +631,28 @@ def test_static_activations_without_scales_are_said(
     caplog.clear()
     LLM(str(made.quantised), EngineConfig(**BASE))
     assert sum(words in line for line in caplog.messages) == 1
+
+
+def test_static_activations_that_nothing_quantises_need_no_scales(tmp_path: Path) -> None:
+    """As beside weights in several blocks, and in a merged linear with plain parts."""
+
+    def remarks(made: Made) -> list[str]:
+        problems = check_model(made.quantised, EngineConfig(**BASE)).problems
+        assert not any(each.severity == "error" for each in problems), problems
+        return [each.message for each in problems if each.code == "quantization-settings"]
+
+    made = Made(tmp_path, "blocks", "qwen2-gqa")
+    made.config(lambda it: it["quantization_config"].update(activation_scheme="static"))
+    [remark] = remarks(made)
+    # But for two down_proj, which have two blocks a row.
+    assert "mlp.gate_proj.input_scale (16 of 16 linears)" in remark
+    (tmp_path / "parts").mkdir()
+    made = Made(tmp_path / "parts", "static", left_out="k_proj")
+    setting(modules_to_not_convert=["k_proj"])(made)
+    names = [name for name in load_file(made.quantised / "model.safetensors") if "attn" in name]
+    beside = [name for name in names if name.endswith(("q_proj.input_scale", "v_proj.input_scale"))]
+    made.tensors(lambda tensors: [tensors.pop(name) for name in beside])
+    assert remarks(made) == []
 
 
 def test_options_that_do_not_fit(tmp_path: Path) -> None:

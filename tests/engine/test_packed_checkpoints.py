@@ -397,6 +397,18 @@ def test_ranks_keep_their_part_of_experts(tmp_path: Path, by_experts: bool) -> N
             assert torch.equal(layer.weight, plain[name].weight)
 
 
+@pytest.mark.parametrize("kind", ["compressed", "compressed, 8 bits", "int8 and activations"])
+def test_a_routers_codes_become_numbers(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    it = Made(tmp_path, kind, lambda name: "moe.gate" not in name, experts=True)
+    assert not check(it)
+    plain, packed = it.model(it.plain), it.model(it.packed)
+    assert "2 of 2 packed weights are turned into numbers, such as model.layers.0" in caplog.text
+    assert "takes numbers alone" in caplog.text
+    assert torch.equal(logits(packed), logits(plain))
+
+
 def test_experts_with_inputs_in_another_order_become_numbers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

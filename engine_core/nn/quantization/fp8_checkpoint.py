@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -463,9 +463,16 @@ class Fp8CheckpointScheme(QuantizationScheme):
         if self._unscaled is not None:
             yield self._unscaled
 
-    def _unscaled_linears(self, linears: Collection[str], headers: Mapping[str, Any]) -> str | None:
-        """A line on linears whose activations should have been calibrated, by their weights."""
-        stems = sorted(name.removesuffix("weight") for name in linears)
+    def _unscaled_linears(
+        self, fillers: Mapping[Linear, frozenset[str]], headers: Mapping[str, Any]
+    ) -> str | None:
+        """A line on linears that lack scales of activations, of those that quantise these."""
+        stems = sorted(
+            name.removesuffix("weight")
+            for layer, names in fillers.items()
+            if isinstance(layer.method, Fp8CheckpointMethod) and layer.method.quantizes_rows
+            for name in names
+        )
         lacking = [
             stem for stem in stems if not any(stem + leaf in headers for leaf in _INPUT_SCALES)
         ]
@@ -496,40 +503,49 @@ class Fp8CheckpointScheme(QuantizationScheme):
         if not quantised and self.takes_weights:
             raise unsupported(f"no tensor of the checkpoint is {_E4M3}")
         self._layouts = {}
-        fillers: dict[nn.Module, frozenset[str]] = {}
+        fillers: dict[Linear, frozenset[str]] = {}
+        numbers: set[str] = set()
         leaves = Counter(name.rpartition(".")[2] for name in headers)
         for name, layer in model.named_modules():
             if not isinstance(layer, Linear):
                 continue
             sources = account.sources(layer.weight)
-            if sources & quantised:
+            if not layer.takes_codes:
+                numbers |= sources
+            elif sources & quantised:
                 layout = self._layout(name, sources, quantised, headers, leaves)
                 self._layouts[id(layer)] = layout
                 fillers[layer] = sources
         taken = {name for layer in self.give_methods(model) for name in fillers[layer]}
-        self._unscaled = self._unscaled_linears(quantised & taken, headers)
+        self._unscaled = self._unscaled_linears(fillers, headers)
         if self._unscaled is not None:
             logger.warning("quantization %s: %s", self.name, self._unscaled)
-        unpacked = self._left(quantised - taken, account, headers)
+        unpacked = self._left(quantised - taken, numbers, account, headers)
         if unpacked or any(header.dtype == _E8M0 for header in headers.values()):
             return Fp8Checkpoint(checkpoint, unpacked)
         return checkpoint
 
     def _left(
-        self, codes: set[str], account: LoadAccount, headers: Mapping[str, Any]
+        self,
+        codes: set[str],
+        numbers: set[str],
+        account: LoadAccount,
+        headers: Mapping[str, Any],
     ) -> dict[str, str]:
         """Codes of no linear with a method that are to become numbers, and the scales of each.
 
-        They are those of the vocabulary, of modules of torch, and of linears that share a weight.
+        They are those of the vocabulary, of modules of torch, of linears that share a weight, and
+        of such as take ``numbers`` alone.
         """
         # What fills nothing is not wanted, but for what is compared with what fills something.
         wanted = account.fills().keys() | {second for _, second in account.uncompared}
         left = sorted(codes & wanted)
         unpacked = {name: _scale_of(name, headers) for name in left}
         if left:
+            why = "it takes numbers alone" if left[0] in numbers else "it is no linear of a layer"
             logger.warning("quantization %s: %d of %d weights of codes are turned into numbers, "
-                           "such as %s: it is no linear of a layer", self.name, len(left),
-                           len(_quantised(headers)), left[0].removesuffix(".weight"))  # fmt: skip
+                           "such as %s: %s", self.name, len(left), len(_quantised(headers)),
+                           left[0].removesuffix(".weight"), why)  # fmt: skip
         return unpacked
 
     @property

@@ -417,6 +417,8 @@ class PackedScheme(QuantizationScheme):
                 left[name] = "its parts are of several forms"
             elif any(fills[f"{each.name}.weight"] > 1 for each in integers):
                 left[name] = "another layer shares it"
+            elif not layer.takes_codes:
+                left[name] = "it takes numbers alone"
             elif integers[0].shape[1] * layout.bits % 32:
                 left[name] = "its rows end within an int32"
             elif not integers[0].even:

@@ -153,7 +153,8 @@ class QuantizationScheme:
                 continue
             shared = users[id(module.weight)] > 1
             try:
-                asked = module.quantizable or self.settings is not None
+                given = self.settings is not None and module.takes_codes
+                asked = module.quantizable or given
                 takes = asked and not (skipped or shared)
                 method = self.linear_method(name, module) if takes else None
                 if method is None:
