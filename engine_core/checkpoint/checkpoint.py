@@ -43,7 +43,8 @@ class Checkpoint:
         has_weights: false if it was opened with the dummy format.
         gguf: the tensors of a GGUF file that was opened without conversion, else None.
         one_file: the file that holds the whole model, or None if it is a folder's.
-        headless: whether it is a decoder that was saved without its head.
+        headless: the architecture that its config states, if it is a decoder that was saved
+            without its head; else None. ``hf_config`` has that with a head.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Checkpoint:
     ) -> None:
         self.gguf = gguf
         self.one_file: OneFile | None = None
-        self.headless = False
+        self.headless: str | None = None
         self.folder = folder
         self.hf_config = hf_config
         self.generation_config = generation_config

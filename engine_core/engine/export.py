@@ -25,8 +25,14 @@ from engine_core.checkpoint.one_file import (
     write_whole,
 )
 from engine_core.checkpoint.safetensors_file import SafetensorsWriter, tensor_bytes
-from engine_core.configs import EngineConfig
-from engine_core.errors import CheckpointError, OptionError, TokenizerError
+from engine_core.configs import EngineConfig, ModelConfig
+from engine_core.errors import (
+    CheckpointError,
+    EngineError,
+    OptionError,
+    TokenizerError,
+    WeightsMismatchError,
+)
 from engine_core.kernels.linear.groups import MIDDLE, unpack_codes
 from engine_core.kernels.row_codes import reference_quantize_rows
 from engine_core.nn.embedding import VocabularySplit
@@ -43,7 +49,7 @@ from engine_core.nn.quantization.scheme import QUANTIZATION_KEYS
 from engine_core.registry import build_registry
 from engine_core.runtime.loader import build_on_meta, check_weights, match_weights
 from engine_core.runtime.source import UNPACKED, ModelSource, check_unpacked, open_model
-from engine_core.runtime.task import without_head
+from engine_core.runtime.task import Body, with_task, without_head
 from engine_core.step_context import BuildContext
 
 _SETTINGS = "quantization_config"
@@ -132,6 +138,9 @@ def export_model(
             if not wrong.usable:
                 raise refused(wrong)
     hf_config = checkpoint.hf_config.to_dict()
+    if checkpoint.headless is not None:
+        # By that it is known for one.
+        hf_config["architectures"] = [checkpoint.headless]
     plan = _Plan({})
     if wanted is not None:
         if source.scheme is not None and source.scheme.takes_weights:
@@ -142,7 +151,7 @@ def export_model(
         plan = _plan(source, wanted)
         cache = source.scheme and (source.scheme.cache_settings or {}).get(_CACHE)
         hf_config[_SETTINGS] = _settings(plan, wanted) | ({_CACHE: cache} if cache else {})
-    left_out = _unplaced(source) if wanted is None else frozenset()
+    left_out = _unplaced(source, config) if wanted is None else frozenset()
     headers = [each for name, each in checkpoint.headers.items() if name not in left_out]
     specs = [spec for header in headers for spec in plan.specs(header)]
     if wanted is not None:
@@ -169,21 +178,40 @@ def _refuse_own_file(path: Path, checkpoint: Checkpoint) -> None:
                 )
 
 
-def _unplaced(source: ModelSource) -> frozenset[str]:
+def _unplaced(source: ModelSource, config: EngineConfig) -> frozenset[str]:
     """Tensors that say nothing and that the model has no place for: numbers would be refused so.
 
     Raises:
-        EngineError: the model does not load, and neither would the file.
+        EngineError: the model does not load for any task, and neither would the file.
     """
-    model = build_on_meta(source.model_class, source.model_config, _context(source), source.scheme)
-    weights = without_head(model, source.checkpoint, source.model_config)
+    given = source.model_config
+    try:
+        return _unplaced_of(source, given)
+    except WeightsMismatchError:
+        # A decoder may lack its head, which does not choose tokens where it is to embed.
+        with suppress(EngineError):
+            embeds = config.replace(task="embed")
+            return _unplaced_of(
+                source, with_task(given, source.model_class, source.checkpoint, embeds)
+            )
+        raise
+
+
+def _unplaced_of(source: ModelSource, model_config: ModelConfig) -> frozenset[str]:
+    model = build_on_meta(source.model_class, model_config, _context(source), source.scheme)
+    weights = without_head(model, source.checkpoint, model_config)
     matched, account = match_weights(model, weights, source.name, source.scheme)
     spare = matched.spare if isinstance(matched, PackedCheckpoint) else frozenset()
-    return spare - account.fills().keys()
+    spare -= account.fills().keys()
+    return frozenset(map(weights.stored_name, spare)) if isinstance(weights, Body) else spare
 
 
 def _context(source: ModelSource) -> BuildContext:
-    return BuildContext(dtype=source.dtype, model_class=source.registry.model_class)
+    return BuildContext(
+        dtype=source.dtype,
+        model_class=source.registry.model_class,
+        kv_cache_dtype=source.kv_cache_dtype,
+    )
 
 
 @dataclass(slots=True)

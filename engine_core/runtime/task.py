@@ -36,7 +36,7 @@ def as_decoder(checkpoint: Checkpoint, config: EngineConfig, registry: Registry)
     # A family may say itself what such a checkpoint is, as BLOOM's does.
     if bare and not registry.claims(checkpoint.hf_config):
         checkpoint.hf_config = checkpoint.hf_config.replace(architectures=[with_head])
-        checkpoint.headless = True
+        checkpoint.headless = name
 
 
 def with_task(
@@ -153,7 +153,7 @@ class WeightSource(Protocol):
         """The tensors, one after another."""
 
 
-class _Body:
+class Body:
     """A decoder's tensors without those of its head, by the names that they have beside a head."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str) -> None:
@@ -165,12 +165,16 @@ class _Body:
         """See :class:`Checkpoint`; with those of the head."""
         return self._checkpoint.gguf
 
-    def keeping_blocks(self, names: Collection[str]) -> _Body:
+    def keeping_blocks(self, names: Collection[str]) -> Body:
         """See :meth:`Checkpoint.keeping_blocks`."""
-        own = {name.removeprefix(self._prefix) for name in names}
+        own = {self.stored_name(name) for name in names}
         if self._checkpoint.gguf is not None:  # nor does the head need to be unpacked
             own |= set(filter(_of_head, self._checkpoint.gguf.block_types))
-        return _Body(self._checkpoint.keeping_blocks(own), self._prefix)
+        return Body(self._checkpoint.keeping_blocks(own), self._prefix)
+
+    def stored_name(self, name: str) -> str:
+        """The name that the checkpoint has for a tensor."""
+        return name.removeprefix(self._prefix)
 
     @property
     def headers(self) -> Mapping[str, Any]:
@@ -200,7 +204,7 @@ def without_head(model: nn.Module, checkpoint: Checkpoint, config: ModelConfig) 
     elif checkpoint.has_weights:
         prefix += "."
     has_head = any(map(_of_head, checkpoint.headers))
-    return _Body(checkpoint, prefix) if has_head or prefix else checkpoint
+    return Body(checkpoint, prefix) if has_head or prefix else checkpoint
 
 
 def _of_head(name: str) -> bool:

@@ -317,6 +317,13 @@ def test_broken_ones_are_named(broken: str, tmp_path: Path) -> None:
     with pytest.raises(EngineError) as refused:
         LLM(str(folder), EngineConfig(skip_tokenizer_init=True))
     assert words in str(refused.value)
+    for quantization in (None, "int8"):
+        with pytest.raises(EngineError) as refused:
+            export_model(
+                str(folder), tmp_path / "out.safetensors", EngineConfig(quantization=quantization)
+            )
+        assert words in str(refused.value)
+    assert not (tmp_path / "out.safetensors").exists()
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])

@@ -1009,6 +1009,33 @@ def test_biases_of_zero_need_no_place(tmp_path: Path) -> None:
         assert not check_model(written, EngineConfig(**BASE)).errors
 
 
+def test_biases_of_zero_are_left_out_of_a_decoder_without_a_head(tmp_path: Path) -> None:
+    """Whose names have no prefix, as ``AutoModel`` saves them."""
+    it = Made(tmp_path, "gptq")
+    add_biases(it, lambda stem: 0.0)
+
+    def bare(tensors: dict[str, Tensor]) -> None:
+        held = {name.removeprefix("model."): tensors[name] for name in tensors}
+        tensors.clear()
+        tensors.update({name: held[name] for name in held if not name.startswith("lm_head.")})
+
+    made.change(it.packed, bare)
+    config = json.loads((it.packed / "config.json").read_text())
+    config["architectures"] = ["LlamaModel"]
+    (it.packed / "config.json").write_text(json.dumps(config))
+    export_model(str(it.packed), tmp_path / "out.safetensors")
+    import_model(tmp_path / "out.safetensors", tmp_path / "numbers", dequantize=True)
+    vectors = []
+    for source in (it.packed, tmp_path / "out.safetensors", tmp_path / "numbers"):
+        assert source == it.packed or not any(
+            "bias" in name for name in open_checkpoint(source).headers
+        )
+        with LLM(str(source), EngineConfig(dtype="float32", **BASE)) as llm:
+            vectors.append(torch.tensor(llm.embed([[1, 5, 9]])[0].outputs.vector))
+    assert torch.equal(vectors[0], vectors[1])
+    torch.testing.assert_close(vectors[0], vectors[2], atol=0.05, rtol=0)
+
+
 def test_biases_that_the_model_has_are_added(tmp_path: Path) -> None:
     """Beside those of zero that it has not."""
     it = Made(tmp_path, "gptq")

@@ -20,7 +20,7 @@ from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 from engine_core import LLM, EngineConfig, PoolingParams, SamplingParams
 from engine_core.check import check_model
 from engine_core.engine.export import export_model
-from engine_core.errors import ConfigError, RequestError
+from engine_core.errors import ConfigError, RequestError, WeightsMismatchError
 
 LENGTHS = [1, 5, 40, 23, 2, 64, 17, 40]
 NAMES = ["qwen3-tiny", "llama-gqa", "llama-tied-llama3", "bloom-pow2"]
@@ -128,6 +128,26 @@ def test_a_checkpoint_may_lack_the_head(tmp_path: Path) -> None:
             check(llm, model, given, "last")
         report = check_model(folder, EngineConfig(**task, skip_tokenizer_init=True))
         assert report.will_run, report.problems
+        # A file of it is read as it is itself, and so is a file of that.
+        source = folder
+        for step in range(2):
+            out = tmp_path / f"{architecture}-{step}.safetensors"
+            export_model(str(source), out)
+            with LLM(out, dtype="float32", skip_tokenizer_init=True, **task) as llm:
+                check(llm, model, given, "last")
+            source = out
+
+
+def test_a_file_has_what_its_model_needs_for_some_task(tmp_path: Path) -> None:
+    """Without the head that is embedding; without more there is none."""
+    folder = copied("qwen3-tiny", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"], tensors["model.layers.0.mlp.down_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    missing = r"missing: model.layers.0.mlp.down_proj.weight, lm_head.weight"
+    with pytest.raises(WeightsMismatchError, match=missing):
+        export_model(str(folder), tmp_path / "out.safetensors")
+    assert not (tmp_path / "out.safetensors").exists()
 
 
 @pytest.mark.parametrize("quantise", ["F32", "Q4_0", "Q8_0"])
