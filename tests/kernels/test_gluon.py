@@ -595,7 +595,7 @@ def test_hoppers_own_kernels_pass_their_trials(
         *(
             (teams, (like(rows, 4096)[0], weight, teams_of(rows, ending), ending))
             for ending in ENDINGS
-            for rows in ((16, 32, 64) if ending == "gated" else (32,))
+            for rows in ((16, 32, 64, 72, 128) if ending == "gated" else (32, 100, 256))
         ),
         *(
             (blocks, (like(rows, 4096)[0], weight, few_of(rows, weight), ending))
@@ -637,7 +637,7 @@ def test_what_a_trial_allows_is_what_tests_allow() -> None:
 # Of each kernel the forms that differ most, each of which takes seconds.
 EACH_KIND = (
     *("heads-48", "gated-bias", "gated-odd", "segments-64", "codes-gated-1", "blocks-gated-1"),
-    "teams-gated-32",
+    *("teams-gated-32", "teams-gated-72"),
     *("floats-gated-1", "floats-gated-16"),
     *("products-parts-96", "held-gated-8", "parts", "chain", "chain-codes"),
 )
@@ -646,6 +646,7 @@ MORE_FORMS = (
     *("codes-stored-32", "products-17", "gated-undivided", "gated-undivided-wide", "gated-three"),
     *("gated-narrow", "gated-odd-widest", "gated-widest", "gated-odd-three"),
     *("teams-gated-2", "teams-gated-64", "teams-added-32", "teams-stored-17"),
+    *("teams-gated-128", "teams-added-100", "teams-added-256"),
     *(
         "blocks-gated-8",
         "blocks-added-4",
@@ -669,7 +670,8 @@ MORE_FORMS = (
 EARLY_TILES = {
     **dict.fromkeys(("heads-48", "8B", "0.5B", "1B-long", "heads-80", "heads-256"), 0),
     **dict.fromkeys(("parts", "parts-wide"), 1),
-    "teams-added-32": 4,
+    **dict.fromkeys(("teams-added-32", "teams-gated-128", "teams-added-256"), 4),
+    **dict.fromkeys(("teams-gated-72", "teams-added-100"), 6),
     **dict.fromkeys(("teams-gated-32", "teams-stored-17", "teams-waited-17"), 6),
     "teams-gated-64": 8,
     "teams-gated-2": 12,

@@ -31,12 +31,16 @@ HOPPER, ADA, BLACKWELL = (GPU.of_capability(each) for each in ((9, 0), (8, 9), (
 
 
 class Teams(NamedTuple):
-    """A kind by warp groups that share x: how many, registers of a thread, and whether ahead."""
+    """A kind by warp groups that share x: how many, registers of a thread, and whether ahead.
+
+    Rows of a program are ``most_rows`` at most.
+    """
 
     kind: Kind
     teams: int
     max_registers: int = 0
     ahead: bool = False
+    most_rows: int = 64
 
     @property
     def k(self) -> int:
@@ -66,6 +70,11 @@ CASES = [
     (Teams(Kind(4, 128, True, 1792), 2, ahead=True), 32, 4, torch.bfloat16),
     (Teams(Kind(4, 128, True, 512, torch.float32), 2, 88), 3, 4, torch.bfloat16),
     (Teams(Kind(4, 128, False, 1280), 4), 70, 1, torch.bfloat16),
+    (Teams(Kind(4, 128, True, 1792), 2, ahead=True), 130, 2, torch.bfloat16),
+    # The rows that are there come in boxes, or all at once.
+    (Teams(Kind(4, 128, True, 1280), 2, most_rows=128), 66, 1, torch.bfloat16),
+    (Teams(Kind(4, 128, False, 1280, torch.bfloat16), 2, most_rows=128), 200, 1, torch.float16),
+    (Teams(Kind(4, 128, True, 1792), 2, most_rows=128), 127, 2, torch.bfloat16),
     (Blocks("Q4_K", 1280), 11, 4, torch.bfloat16),
     (Integers("Q4_K", 1280), 1, 4, torch.bfloat16),
     (Integers("Q4_K", 2304), 8, 1, torch.float16),
@@ -96,8 +105,8 @@ def tile_of(kind: Kind | Blocks | Teams, splits: int, gated: bool = False) -> Ti
     if isinstance(kind, Teams):
         return Tile(
             *(CODES_BLOCK_N // 2 if gated else CODES_BLOCK_N, 256, splits, "teams", 4, 2),
-            least_rows=8,
-            most_rows=64,
+            least_rows=8 if kind.most_rows == 64 else kind.most_rows,
+            most_rows=kind.most_rows,
             max_registers=kind.max_registers,
             ahead=kind.ahead,
             teams=kind.teams,
@@ -193,7 +202,7 @@ def test_heads_are_rotated_and_stored(
     kind: Kind | Blocks | Teams, rows: int, splits: int, dtype: torch.dtype
 ) -> None:
     heads, kv_heads, rotates = 3, 2, rows != 32
-    head_dim = {1: 128, 3: 64, 8: 256, 11: 64, 32: 128, 70: 256}[rows]
+    head_dim = {1: 128, 3: 64, 8: 256, 11: 64, 70: 256, 127: 64, 130: 256}.get(rows, 128)
     case, tile = Case(kind, rows, 7 * head_dim, dtype), tile_of(kind, splits)
     angles = 6 * torch.rand(1, rows, head_dim // 2, dtype=torch.float64, device="cuda")
     turns = (angles[0].cos().float(), angles[0].sin().float()) if rotates else (None, None)
@@ -414,21 +423,40 @@ def test_where_teams_were_seen_to_be_faster() -> None:
     """The measurements are in benchmarks/notes/quantisation.md."""
 
     def chosen(n: int, k: int, gated: bool, gpu: GPU | None = HOPPER) -> list[tuple[int, int]]:
-        tiles = (choose_teams_tile(rows, n, k, gated, gpu) for rows in (1, 2, 16, 17, 32, 64, 65))
+        tiles = (choose_teams_tile(rows, n, k, gated, gpu) for rows in (1, 2, 16, 17, 32, 64))
         return [(0, 0) if tile is None else (tile.teams, tile.splits) for tile in tiles]
 
     no = (0, 0)
-    assert chosen(28672, 4096, True) == [no, (4, 1), (4, 1), (2, 1), (2, 1), (4, 1), no]
-    assert chosen(4096, 14336, False) == [no, no, no, (2, 4), (2, 4), no, no]
-    assert chosen(4096, 4096, False) == [no, no, no, (2, 4), (2, 4), no, no]
-    assert chosen(8192, 8192, False) == [no, no, no, (2, 2), (2, 2), no, no]
+    assert chosen(28672, 4096, True) == [no, (4, 1), (4, 1), (2, 1), (2, 1), (4, 1)]
+    assert chosen(4096, 14336, False) == [no, no, no, (2, 4), (2, 4), no]
+    assert chosen(4096, 4096, False) == [no, no, no, (2, 4), (2, 4), no]
+    assert chosen(8192, 8192, False) == [no, no, no, (2, 2), (2, 2), no]
     for n, k in ((6144, 4096), (2048, 8192), (4096, 2048), (4096, 14464), (896, 4864)):
-        assert chosen(n, k, False) == [no] * 7
+        assert chosen(n, k, False) == [no] * 6
     # More programs than have room at once, and too few.
-    assert chosen(37888, 3584, True) == [no] * 7
-    assert chosen(14336, 4096, True) == [no] * 7
+    assert chosen(37888, 3584, True) == [no] * 6
+    assert chosen(14336, 4096, True) == [no] * 6
     for gpu in (ADA, BLACKWELL, None):
-        assert chosen(28672, 4096, True, gpu) == [no] * 7
+        assert chosen(28672, 4096, True, gpu) == [no] * 6
+
+
+def test_how_teams_share_many_rows() -> None:
+    """By the fewest turns of the multiprocessors, each as long as its steps; measured likewise."""
+
+    def chosen(n: int, k: int, gated: bool, gpu: GPU | None = HOPPER) -> list[tuple[int, ...]]:
+        tiles = (choose_teams_tile(rows, n, k, gated, gpu) for rows in (65, 128, 192, 256, 257))
+        return [() if tile is None else (tile.teams, tile.most_rows, tile.splits) for tile in tiles]
+
+    narrow, halves, wide = (2, 64, 1), (2, 64, 2), (2, 128, 1)
+    assert chosen(28672, 4096, True) == [wide, wide, (4, 64, 1), wide, ()]
+    assert chosen(4096, 14336, False) == [halves, halves, (2, 128, 2), (2, 128, 2), ()]
+    assert chosen(4096, 4096, False) == [halves, halves, narrow, narrow, ()]
+    assert chosen(6144, 4096, False) == [narrow, narrow, wide, wide, ()]
+    assert chosen(2048, 8192, False) == [(2, 64, 4), (2, 64, 4), halves, halves, ()]
+    # Too few programs, and K of no whole steps.
+    assert chosen(512, 2048, False) == chosen(4096, 14464, False) == [()] * 5
+    for gpu in (ADA, BLACKWELL, None):
+        assert chosen(28672, 4096, True, gpu) == [()] * 5
 
 
 def test_a_gated_program_has_room_beside_that_of_a_short_run() -> None:
@@ -457,13 +485,13 @@ def test_teams_of_any_shape_fit_a_multiprocessor() -> None:
     module: Any = importlib.import_module("engine_core.kernels.linear.teams.hopper.triton")
     shapes, seen = random.Random(0), set()
     for _ in range(20_000):
-        rows, n = shapes.randint(1, 70), 64 * shapes.randint(4, shapes.choice((160, 1024)))
+        rows, n = shapes.randint(1, 256), 64 * shapes.randint(4, shapes.choice((160, 1024)))
         k = shapes.choice((128, 1024)) * shapes.randint(2, 16)
         tile = choose_teams_tile(rows, n, k, shapes.random() < 0.5, HOPPER)
         if tile is None:
             continue
         seen.add((tile.teams, tile.max_registers, tile.ahead))
-        block_m = max(tile.least_rows, 1 << (rows - 1).bit_length())
+        block_m = min(tile.most_rows, max(tile.least_rows, 1 << (rows - 1).bit_length()))
         step = tile.teams * 64 * (128 + 2 * 5) + 2 * block_m * 256
         assert tile.num_stages * step + 1024 <= 227 * 1024
         # The warp that loads is one of four, and without a bound a launch has all that there are.
@@ -473,7 +501,8 @@ def test_teams_of_any_shape_fit_a_multiprocessor() -> None:
         assert 128 * (tile.teams * of_team + 32) <= threads * launched <= 65536
         # A team that has less waits for each product, by its machine code.
         assert of_team >= 168 or not tile.ahead
-    assert seen == {(4, 0, False), (2, 80, False), (2, 88, False), (2, 0, True)}
+    bounded = {(2, 80, False), (2, 88, False)}
+    assert seen == {(4, 0, False), (2, 0, False), (2, 0, True)} | bounded
 
 
 def test_where_blocks_were_seen_to_be_faster() -> None:

@@ -1,10 +1,10 @@
-"""Linears of few rows by 4-bit codes on Hopper, by teams: warp groups that share x, in Gluon.
+"""Linears of up to 256 rows by 4-bit codes on Hopper, by teams: warp groups that share x, in Gluon.
 
 One warp brings tiles of x, codes, scales and zeros to shared memory, some steps ahead. Two or four
 teams multiply, each 64 rows of the weight. With a team a program, as in
 :mod:`engine_core.kernels.linear.groups.hopper`, 32 rows of x are twice as many bytes from the L2
 cache as the codes are, and scales, which threads load, are waited for. Eight codes become numbers
-by 9 instructions, and not 11.
+by 9 instructions, and not 11, and do so once for up to 128 rows of x.
 """
 
 from __future__ import annotations
@@ -52,12 +52,20 @@ from engine_core.kernels.linear.groups.hopper.triton import trial_of_codes
 from engine_core.kernels.linear.reference import DeferredRMSNorm
 from engine_core.kernels.linear.tiles import Tile
 
-_FAMILY = Family("4-bit linears by teams", "Steps of 2 to 64 rows take up to a tenth longer")
+_FAMILY = Family(
+    "4-bit linears by teams",
+    "Steps of 2 to 64 rows take up to a tenth longer, of 65 to 256 a third",
+)
 
 # Rows of the weight of a team, columns of a group, and words of the two groups of a step.
 _ROWS = gl.constexpr(64)
 _COLS = gl.constexpr(BLOCK)
 _WORDS = gl.constexpr(64)
+# Rows and columns of a box of x, where so many rows of a program's are missing that one box of all
+# takes longer: it is filled with zeros, slower than others are read. us of 28672 x 4096, gated, in
+# boxes of 128 rows and in these: 72 rows 68, 58; 80 rows 62, 57; 100 rows 57, 60; 128 rows 54, 58.
+_BOX_ROWS = gl.constexpr(32)
+_BOX_COLS = gl.constexpr(64)
 # Registers of a thread of the warp that loads, and of a team's, by teams and what a program's
 # threads may have on average. ptxas waits for each product if a team's are too few.
 _LOADS = gl.constexpr(32)
@@ -99,16 +107,27 @@ def _load_weight(
 
 
 @gluon.jit
-def _load_x(desc, x, barrier, stage, row, step):
-    for half in gl.static_range(2):
-        tma_load(desc, [row, (step * 2 + half) * _COLS], barrier, x.index(stage * 2 + half))
+def _load_x(desc, x, barrier, stage, row, last, step, BLOCK_M: gl.constexpr):
+    """Begin to load a step of BLOCK_M rows; for boxes beyond the ``last`` row the first again."""
+    if desc.block_type.shape[0] < BLOCK_M:
+        BOXES: gl.constexpr = BLOCK_M // _BOX_ROWS
+        for part in gl.static_range(2 * _COLS // _BOX_COLS):
+            column = step * (2 * _COLS) + part * _BOX_COLS
+            first = (stage * (2 * _COLS // _BOX_COLS) + part) * BOXES
+            for box in gl.static_range(BOXES):
+                beyond = box * _BOX_ROWS * (row + box * _BOX_ROWS <= last).to(gl.int32)
+                tma_load(desc, [row + beyond, column], barrier, x.index(first + box))
+    else:
+        for half in gl.static_range(2):
+            tma_load(desc, [row, (step * 2 + half) * _COLS], barrier, x.index(stage * 2 + half))
 
 
 @gluon.jit
 def _load(
     codes_desc, scales_desc, zeros_desc, x_desc, codes, scales, zeros, x, full, empty, first, row,
-    low, high, LATE: gl.constexpr, BYTES: gl.constexpr, TEAMS: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, PDL: gl.constexpr,
+    last, low, high, LATE: gl.constexpr, BYTES: gl.constexpr, TEAMS: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads."""
     # The weight is older than all kernels: its first tiles do not wait for x.
@@ -124,7 +143,7 @@ def _load(
     if LATE == 1:
         launch_dependents(PDL)
     for stage in range(preloaded):
-        _load_x(x_desc, x, full.index(stage), stage, row, low + stage)
+        _load_x(x_desc, x, full.index(stage), stage, row, last, low + stage, BLOCK_M)
     stage = 0
     phase = 0
     for step in range(low + preloaded, high):
@@ -135,7 +154,7 @@ def _load(
             codes_desc, scales_desc, zeros_desc, codes, scales, zeros, barrier, stage, first, step,
             TEAMS, BLOCK_N, HEAD_DIM,
         )  # fmt: skip
-        _load_x(x_desc, x, barrier, stage, row, step)
+        _load_x(x_desc, x, barrier, stage, row, last, step, BLOCK_M)
         stage += 1
         if stage == STAGES:
             stage = 0
@@ -351,7 +370,12 @@ def _linear_kernel(
     if ZEROS:
         zeros_boxes = room(zeros_desc, BOXES)
         zeros = reinterpret(zeros_boxes, gl.int8, [BOXES * 2, _ROWS, 1], PLAIN)
-    x = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, BLOCK_M, _COLS], x_desc.layout)
+    x = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, BLOCK_M, _COLS], SWIZZLED)
+    x_boxes = x
+    if x_desc.block_type.shape[0] < BLOCK_M:
+        IN_STEP: gl.constexpr = BLOCK_M // _BOX_ROWS * (2 * _COLS // _BOX_COLS)
+        shape: gl.constexpr = [STAGES * IN_STEP, _BOX_ROWS, _BOX_COLS]
+        x_boxes = reinterpret(x, x_desc.dtype, shape, SWIZZLED)
     single: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], single)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], single)
@@ -392,8 +416,8 @@ def _linear_kernel(
                 )),
                 (_load, (
                     codes_desc, scales_desc, zeros_desc, x_desc, codes_boxes, scales_boxes,
-                    zeros_boxes, x, full, empty, first, block * BLOCK_M, low, high, epilogue.LATE,
-                    BYTES, TEAMS, STAGES, BLOCK_N, HEAD_DIM, PDL,
+                    zeros_boxes, x_boxes, full, empty, first, block * BLOCK_M, num_rows - 1, low,
+                    high, epilogue.LATE, BYTES, TEAMS, STAGES, BLOCK_M, BLOCK_N, HEAD_DIM, PDL,
                 )),
             ],
             [4, 4, 4, 1],
@@ -416,8 +440,8 @@ def _linear_kernel(
                 )),
                 (_load, (
                     codes_desc, scales_desc, zeros_desc, x_desc, codes_boxes, scales_boxes,
-                    zeros_boxes, x, full, empty, first, block * BLOCK_M, low, high, epilogue.LATE,
-                    BYTES, TEAMS, STAGES, BLOCK_N, HEAD_DIM, PDL,
+                    zeros_boxes, x_boxes, full, empty, first, block * BLOCK_M, num_rows - 1, low,
+                    high, epilogue.LATE, BYTES, TEAMS, STAGES, BLOCK_M, BLOCK_N, HEAD_DIM, PDL,
                 )),
             ],
             [4, 1],
@@ -510,15 +534,14 @@ def linear(
         str(weight.dtype).removeprefix("torch."), zero
     )
     units, splits, blocks = launch.grid
+    box = [launch.block_m, _COLS.value]
+    if blocks * launch.block_m - len(launch.rows) > _BOX_ROWS.value and launch.block_m > 64:
+        box = [_BOX_ROWS.value, _BOX_COLS.value]
     _linear_kernel[(-(-units // tile.teams), splits, blocks)](
         boxes.along(weight.words, _WORDS.value, 1),
         boxes.across(weight.scales, 2),
         None if weight.zeros is None else boxes.across(weight.zeros, 2),
-        TensorDescriptor.from_tensor(
-            launch.rows,
-            [launch.block_m, _COLS.value],
-            gl.NVMMASharedLayout(128, 16, rank=2),
-        ),
+        TensorDescriptor.from_tensor(launch.rows, box, gl.NVMMASharedLayout(128, 16, rank=2)),
         *launch.given,
         weight.in_features,
         weight.in_features // (2 * BLOCK),
