@@ -238,23 +238,23 @@ def _exported(method: str) -> dict[str, Any]:
     ("name", "settings", "on_cpu", "on_gpu", "slower"),
     [
         ("awq", _settings("awq"), "0.52", "0.52", "groups other than 128"),
-        ("awq", _settings("awq", group_size=128), "not measured", "not measured", "1.4 with 160"),
+        ("awq", _settings("awq", group_size=128), "not measured", "not measured", "1.3 with 192"),
         ("awq", _settings("awq of whole rows"), "0.81", "0.81", "groups other than 128"),
         ("gptq", _settings("gptq"), "0.52", "0.52", "groups other than 128"),
         ("gptq", _settings("gptq", group_size=128, desc_act=True), "not measured", "not measured",
          "groups whose inputs are no neighbours, as act-order"),
         ("gptq", _settings("gptq", group_size=128, desc_act=True, static_groups=True),
-         "not measured", "not measured", "1.4 with 160"),
+         "not measured", "not measured", "1.3 with 192"),
         ("gptq", _settings("gptq", group_size=-1, desc_act=True), "0.81", "0.81",
          "groups other than 128"),
         ("gptq", _settings("gptq of 8 bits"), None, None, "not measured with 8 bits"),
         (_INTEGERS, _settings("compressed"), "0.52", "0.52", "groups other than 128"),
         (_INTEGERS, _settings("compressed", group_size=128), "not measured", "not measured",
-         "1.4 with 160"),
+         "1.3 with 192"),
         (_INTEGERS, _settings("compressed", group_size=128, actorder="group"), "not measured",
          "not measured", "groups whose inputs are no neighbours, as act-order"),
         (_INTEGERS, _settings("compressed", group_size=128, actorder="static"), "not measured",
-         "not measured", "1.4 with 160"),
+         "not measured", "1.3 with 192"),
         (_INTEGERS, _settings("compressed by rows"), "0.81", "0.81", "groups other than 128"),
         (_INTEGERS, _settings("compressed, 8 bits"), None, None, "not measured with 8 bits"),
         (_INTEGERS, _settings("int8 and activations"), None, "0.045", "activations are quantised"),
@@ -288,7 +288,7 @@ def test_int4_at_load_has_the_times_of_its_groups() -> None:
     gpu = torch.device("cuda")
     wide, narrow = ([f.text for f in facts_of(Int4Scheme("int4"), gpu, size, (9, 0)) if not f.loses]
                     for size in (4096, 576))  # fmt: skip
-    assert "1.4 with 160" in wide[0]
+    assert "1.3 with 192" in wide[0]
     assert "not measured" in narrow[0]
     for capability in ((8, 9), (10, 0)):
         [other] = [
@@ -296,7 +296,7 @@ def test_int4_at_load_has_the_times_of_its_groups() -> None:
             for fact in facts_of(Int4Scheme("int4"), gpu, 4096, capability)
             if not fact.loses
         ]
-        assert "1.6 with 128 by the kernels that this GPU has" in other
+        assert "2.0 with 256 by the kernels that this GPU has" in other
 
 
 def test_deterministic_is_judged_by_the_gpu_that_is_named(model: Model) -> None:

@@ -75,6 +75,7 @@ CASES = [
     (Teams(Kind(4, 128, True, 1280), 2, most_rows=128), 66, 1, torch.bfloat16),
     (Teams(Kind(4, 128, False, 1280, torch.bfloat16), 2, most_rows=128), 200, 1, torch.float16),
     (Teams(Kind(4, 128, True, 1792), 2, most_rows=128), 127, 2, torch.bfloat16),
+    (Teams(Kind(4, 128, True, 1792), 2, most_rows=128), 200, 2, torch.bfloat16),
     (Blocks("Q4_K", 1280), 11, 4, torch.bfloat16),
     (Integers("Q4_K", 1280), 1, 4, torch.bfloat16),
     (Integers("Q4_K", 2304), 8, 1, torch.float16),
@@ -273,9 +274,10 @@ def test_the_engines_linears_take_it(kind: Kind | Blocks, monkeypatch: pytest.Mo
 
 @pytest.mark.gpu
 @on_hopper
-def test_the_engines_linears_take_teams(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", [32, 100])
+def test_the_engines_linears_take_teams(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And in a graph these begin before the kernel ahead has ended, which lets them at once."""
-    case = Case(Teams(Kind(4, 128, True, 4096), 2), 32, 4096, torch.bfloat16)
+    case = Case(Teams(Kind(4, 128, True, 4096), 2), rows, 4096, torch.bfloat16)
     seen, launched = [], case.hopper.linear
 
     def spy(x: Any, weight: GroupWeight, epilogue: Any, *more: Any) -> Tensor:
@@ -285,8 +287,8 @@ def test_the_engines_linears_take_teams(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(case.hopper, "linear", spy)
     norm_weight = (torch.rand(4096, device="cuda") + 0.5).bfloat16()
-    k_cache, v_cache = torch.zeros(2, 4, 8, 4, 128, device="cuda", dtype=torch.bfloat16)
-    slots = torch.arange(32, device="cuda")
+    k_cache, v_cache = torch.zeros(2, rows // 4, 4, 4, 128, device="cuda", dtype=torch.bfloat16)
+    slots = torch.arange(rows, device="cuda")
 
     def chain() -> list[Tensor]:
         x, residual, results = case.x, case.x.clone(), []
@@ -301,13 +303,13 @@ def test_the_engines_linears_take_teams(monkeypatch: pytest.MonkeyPatch) -> None
     assert seen == ["Added", "Activated", "Stored"] * 4
     case.check(results[1], case.x.double() @ case.numbers.T + case.x.double())
     product = results[2].double() @ case.numbers.T
-    case.check(results[3].view(32, -1), product[:, :3072])
-    stored_keys = results[4].view(32, -1)
+    case.check(results[3].view(rows, -1), product[:, :3072])
+    stored_keys = results[4].view(rows, -1)
     case.check(stored_keys, product[:, 3072:3584])
     check_replays(chain, results)
     seen.clear()
     linear(case.x[:16], case.weight)
-    linear(torch.cat((case.x, case.x)), case.weight)
+    linear(torch.cat((case.x, case.x))[:64], case.weight)
     shifted = torch.zeros(32, 4104, device="cuda", dtype=torch.bfloat16)[:, 4:4100]
     linear(shifted, case.weight)
     assert seen == []

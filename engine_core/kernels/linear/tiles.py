@@ -577,23 +577,24 @@ def choose_codes_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -
 
 # Programs of teams that have room at once: the least share that has to be there.
 _TEAMS_SHARE = 0.8
-# Microseconds on an H200 of a step of 256 columns by so many teams of so many rows, of a program's
-# beginning and end, and of splitting K once more; and the part of the multiprocessors that are to
-# have programs in each turn.
+# Microseconds on an H200 of a step of 256 columns by so many teams with so many rows of x, of a
+# program's beginning and end, and of splitting K once more; and the least part of the
+# multiprocessors that has a program.
 _TEAMS_STEPS = {(2, 64): 0.85, (2, 128): 1.5, (4, 64): 1.7}
 _TEAMS_BEGIN, _TEAMS_SPLIT, _TEAMS_LEAST_SHARE = 7.0, 3.0, 0.45
 
 
 def choose_teams_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -> Tile | None:
-    """The tile of 4-bit codes by teams, or None where it was not seen to be faster.
+    """The tile of 4-bit codes by teams, or None where another takes less.
 
-    By the times of Llama 3 8B's linears on an H200, us with the tile of :func:`choose_codes_tile`
-    and with this. 28672x4096, gated: 16 rows 24.6, 19.1; 32 rows 25.6, 21.1; 64 rows 54.7 (with the
-    tile of :func:`choose_group_tile`), 40.4. 32 rows by 4096x14336 16.9, 13.9; by 4096x4096 7.8,
-    7.2; but by 6144x4096 8.5, 9.3 at best, and 16 rows by 4096x14336 13.2, 13.2. Only where all
-    programs have room at once, and few multiprocessors are left without one. In layers of 32 rows,
-    where launches follow one another, 4096x14336 takes 0.5 us less with three tiles in flight than
-    with four, and 4096x4096 0.3 with three and half of the registers.
+    For more than 64 rows :func:`_teams_of_many_rows` says which. For fewer it is None where teams
+    were not seen to be faster by the times of Llama 3 8B's linears on an H200, us with the tile of
+    :func:`choose_codes_tile` and with this. 28672x4096, gated: 16 rows 24.6, 19.1; 32 rows 25.6,
+    21.1; 64 rows 54.7 (with the tile of :func:`choose_group_tile`), 40.4. 32 rows by 4096x14336
+    16.9, 13.9; by 4096x4096 7.8, 7.2; but by 6144x4096 8.5, 9.3 at best, and 16 rows by 4096x14336
+    13.2, 13.2. Only where all programs have room at once, and few multiprocessors are left without
+    one. In layers of 32 rows, where launches follow one another, 4096x14336 takes 0.5 us less with
+    three tiles in flight than with four, and 4096x4096 0.3 with three and half of the registers.
     """
     if gpu is None or gpu.capability != (9, 0) or k < 2048 or k % 256:
         return None
@@ -660,7 +661,7 @@ def _teams_of_many_rows(rows: int, outputs: int, k: int, gated: bool, room: int)
             turns = -(-tiles * splits // room)
             run_us = -(-k // (256 * splits)) * step_us + _TEAMS_BEGIN + _TEAMS_SPLIT * doubled
             us = turns * run_us
-            filled = _TEAMS_LEAST_SHARE * turns * room <= tiles * splits
+            filled = _TEAMS_LEAST_SHARE * room <= tiles * splits
             if k < 1024 * splits or not filled or (best is not None and us >= least):
                 continue
             least = us

@@ -306,8 +306,10 @@ FACTS = (
         lambda form: form.kind == "integers" and form.timed,
         "cuda",
         "steps of more than 128 tokens take longer than with bfloat16 weights: on an H200 linears "
-        "of 4 bits, in groups of 128, take 0.5 times as long with 1 to 32 tokens, 0.7 with 64, 0.9 "
-        f"with 72 to 128, 1.4 with 160 and 200, 1.2 with 256; {_TO_NUMBERS}",
+        "of 4 bits, in groups of 128, take 0.5 times as long with 1 to 32 tokens, 0.7 with 64, 1.0 "
+        "with 72, 0.9 with 128, 1.3 with 192 and 1.2 with 256; with weights of fewer than 2048 "
+        "columns, or of columns that are no multiple of 256, steps of more than 64 may; "
+        f"{_TO_NUMBERS}",
         capability=((9, 0), (9, 1)),
     ),
     *(
@@ -316,7 +318,7 @@ FACTS = (
             "cuda",
             "steps of more than 64 tokens take longer than with bfloat16 weights: on an H200 "
             "linears of 4 bits, in groups of 128, took 0.6 times as long with 1 token, 0.8 with "
-            "32 and 1.6 with 128 by the kernels that this GPU has; "
+            "32, 1.6 with 128 and 2.0 with 256 by the kernels that this GPU has, in other tiles; "
             f"{_TO_NUMBERS}",
             capability=capability,
         )

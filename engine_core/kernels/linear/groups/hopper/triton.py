@@ -341,7 +341,7 @@ def is_trusted(like: Tensor, weight: GroupWeight, tile: Tile, ending: str) -> bo
     form = (like.dtype, weight.scales.dtype, weight.zeros is None, weight.group_size)
     kind = (*form, tile, block_m, ending)
     return _FAMILY.allows(
-        like.device, kind, lambda: trial_of_codes(like, weight, tile, block_m, ending, linear)
+        like.device, kind, lambda: trial_of_codes(like, weight, tile, block_m - 3, ending, linear)
     )
 
 
@@ -349,16 +349,16 @@ def trial_of_codes(
     like: Tensor,
     of: GroupWeight,
     tile: Tile,
-    block_m: int,
+    rows: int,
     ending: str,
     linear: Callable[..., Tensor],
 ) -> Trial:
-    """A block of rows, three of which are not there, by a weight of such a form.
+    """So many rows, a few less than a program has, by a weight of such a form.
 
     ``linear`` is a kernel's, which is given x, the weight, an epilogue and the tile.
     """
     draw = torch.Generator(like.device).manual_seed(0)
-    rows, n = block_m - 3, 8 * tile.block_n
+    n = 8 * tile.block_n
     k = max(2, tile.splits) * max(tile.block_k, of.group_size)
     groups = k // of.group_size if of.group_size else 1
 

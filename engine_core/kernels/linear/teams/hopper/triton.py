@@ -54,18 +54,19 @@ from engine_core.kernels.linear.tiles import Tile
 
 _FAMILY = Family(
     "4-bit linears by teams",
-    "Steps of 2 to 64 rows take up to a tenth longer, of 65 to 256 a third",
+    "Steps of 2 to 64 rows take up to a tenth longer, of 65 to 256 up to half as long again",
 )
 
 # Rows of the weight of a team, columns of a group, and words of the two groups of a step.
 _ROWS = gl.constexpr(64)
 _COLS = gl.constexpr(BLOCK)
 _WORDS = gl.constexpr(64)
-# Rows and columns of a box of x, where so many rows of a program's are missing that one box of all
-# takes longer: it is filled with zeros, slower than others are read. us of 28672 x 4096, gated, in
-# boxes of 128 rows and in these: 72 rows 68, 58; 80 rows 62, 57; 100 rows 57, 60; 128 rows 54, 58.
+# Rows and columns of a box of x where more rows than these of a program are missing. Missing rows
+# are filled with zeros, which takes longer than reading rows. us of 28672 x 4096, gated, in a box
+# of 128 rows and in boxes of 32: 72 rows 68, 58; 80 rows 62, 57; 100 rows 57, 60; 128 rows 54, 58.
 _BOX_ROWS = gl.constexpr(32)
 _BOX_COLS = gl.constexpr(64)
+_MOST_MISSING = 32
 # Registers of a thread of the warp that loads, and of a team's, by teams and what a program's
 # threads may have on average. ptxas waits for each product if a team's are too few.
 _LOADS = gl.constexpr(32)
@@ -467,15 +468,23 @@ def fits(x: Tensor, weight: GroupWeight) -> bool:
     )
 
 
+def _comes_in_boxes(rows: int, block_m: int) -> bool:
+    """Whether x comes in several boxes, of ``rows`` of which a program has ``block_m``."""
+    return block_m > 64 and -rows % block_m > _MOST_MISSING
+
+
 def is_trusted(like: Tensor, weight: GroupWeight, tile: Tile, ending: str) -> bool:
     """Whether :func:`linear` may be used for such rows; it may be tried for that.
 
     ``ending`` is what follows the products: "activated", "gated", "added" or "stored".
     """
-    block_m = rows_of_program(tile, like.numel() // like.shape[-1])
-    kind = (like.dtype, weight.scales.dtype, weight.zeros is None, tile, block_m, ending)
+    rows = like.numel() // like.shape[-1]
+    block_m = rows_of_program(tile, rows)
+    in_boxes = _comes_in_boxes(rows, block_m)
+    kind = (like.dtype, weight.scales.dtype, weight.zeros is None, tile, block_m, ending, in_boxes)
+    tried = block_m - (_MOST_MISSING + 3 if in_boxes else 3)
     return _FAMILY.allows(
-        like.device, kind, lambda: trial_of_codes(like, weight, tile, block_m, ending, linear)
+        like.device, kind, lambda: trial_of_codes(like, weight, tile, tried, ending, linear)
     )
 
 
@@ -535,7 +544,7 @@ def linear(
     )
     units, splits, blocks = launch.grid
     box = [launch.block_m, _COLS.value]
-    if blocks * launch.block_m - len(launch.rows) > _BOX_ROWS.value and launch.block_m > 64:
+    if _comes_in_boxes(len(launch.rows), launch.block_m):
         box = [_BOX_ROWS.value, _BOX_COLS.value]
     _linear_kernel[(-(-units // tile.teams), splits, blocks)](
         boxes.along(weight.words, _WORDS.value, 1),
