@@ -28,7 +28,7 @@ from engine_core.checkpoint.safetensors_file import SafetensorsWriter, tensor_by
 from engine_core.configs import EngineConfig, ModelConfig
 from engine_core.errors import (
     CheckpointError,
-    EngineError,
+    ConfigError,
     OptionError,
     TokenizerError,
     WeightsMismatchError,
@@ -139,7 +139,7 @@ def export_model(
                 raise refused(wrong)
     hf_config = checkpoint.hf_config.to_dict()
     if checkpoint.headless is not None:
-        # By that it is known for one.
+        # The name says that it has no head.
         hf_config["architectures"] = [checkpoint.headless]
     plan = _Plan({})
     if wanted is not None:
@@ -151,7 +151,7 @@ def export_model(
         plan = _plan(source, wanted)
         cache = source.scheme and (source.scheme.cache_settings or {}).get(_CACHE)
         hf_config[_SETTINGS] = _settings(plan, wanted) | ({_CACHE: cache} if cache else {})
-    left_out = _unplaced(source, config) if wanted is None else frozenset()
+    left_out = _spare_if_it_loads(source, config) if wanted is None else frozenset()
     headers = [each for name, each in checkpoint.headers.items() if name not in left_out]
     specs = [spec for header in headers for spec in plan.specs(header)]
     if wanted is not None:
@@ -178,28 +178,33 @@ def _refuse_own_file(path: Path, checkpoint: Checkpoint) -> None:
                 )
 
 
-def _unplaced(source: ModelSource, config: EngineConfig) -> frozenset[str]:
-    """Tensors that say nothing and that the model has no place for: numbers would be refused so.
+def _spare_if_it_loads(source: ModelSource, config: EngineConfig) -> frozenset[str]:
+    """Match the tensors with the model's layers, as a load does; those that a file goes without.
+
+    These say nothing, and the model has no place for them: numbers would be refused so.
 
     Raises:
-        EngineError: the model does not load for any task, and neither would the file.
+        EngineError: the model loads neither as it is nor to embed, and nor would the file.
     """
     given = source.model_config
     try:
-        return _unplaced_of(source, given)
-    except WeightsMismatchError:
+        return _spare(source, given)
+    except WeightsMismatchError as error:
         # A decoder may lack its head, which does not choose tokens where it is to embed.
-        with suppress(EngineError):
-            embeds = config.replace(task="embed")
-            return _unplaced_of(
-                source, with_task(given, source.model_class, source.checkpoint, embeds)
+        try:
+            embeds = with_task(
+                given, source.model_class, source.checkpoint, config.replace(task="embed")
             )
-        raise
+            return _spare(source, embeds)
+        except (ConfigError, OptionError, WeightsMismatchError):
+            raise error from None
 
 
-def _unplaced_of(source: ModelSource, model_config: ModelConfig) -> frozenset[str]:
+def _spare(source: ModelSource, model_config: ModelConfig) -> frozenset[str]:
     model = build_on_meta(source.model_class, model_config, _context(source), source.scheme)
     weights = without_head(model, source.checkpoint, model_config)
+    if source.scheme is not None:
+        source.scheme.quiet = True
     matched, account = match_weights(model, weights, source.name, source.scheme)
     spare = matched.spare if isinstance(matched, PackedCheckpoint) else frozenset()
     spare -= account.fills().keys()
@@ -354,6 +359,7 @@ def _check_loads(
     name = source.registry.recognise_quantization(settings)
     assert name is not None, "a scheme of the core reads what is exported"
     scheme = source.registry.quantization_scheme(name, settings)
+    scheme.quiet = True
     if wanted != "fp8":
         scheme.check_device(source.device)
     model = build_on_meta(source.model_class, source.model_config, _context(source), scheme)

@@ -425,8 +425,8 @@ class Linear(MatrixModule):
         bias: ``[out_features]``, or None.
         dtype: of the weight as it was built, and of the activations.
         quantizable: whether the option ``quantization`` is for it too.
-        takes_codes: whether codes of a checkpoint may be its weight, which are turned into numbers
-            else.
+        takes_codes: whether codes of a checkpoint may be its weight; otherwise they are turned into
+            numbers.
     """
 
     quantizable: ClassVar[bool] = True

@@ -18,7 +18,7 @@ from engine_core.nn import (
     build_rowwise_linear,
     load_weight,
 )
-from engine_core.nn.linear import Linear
+from engine_core.nn.linear import Linear, UnquantizedLinearMethod
 from engine_core.nn.loading import ShapeMismatchError, stacked_loader
 from engine_core.nn.packing import OneDNNMatrix, onednn_packs
 from engine_core.nn.quantization import (
@@ -285,6 +285,27 @@ def test_a_scheme_takes_what_it_can(scheme, settings, linears, vocabulary) -> No
     names = {id(layer): name for name, layer in model.named_children()}
     assert [names[id(layer)] for layer in taken] == linears
     assert (model.embed.method is not None) == (model.head.method is not None) == vocabulary
+
+
+class Corrected(Linear):
+    """A linear that has a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(128, [(None, 64, 0, 64)], bias=True)
+        self.register_parameter("correction", torch.nn.Parameter(torch.zeros(64)))
+
+
+def test_another_method_takes_what_the_one_before_made_alone() -> None:
+    with building(BuildContext(dtype=torch.float32)):
+        layer = Corrected()
+    layout = GroupLayout(4, 32, torch.uint8, False, torch.float16)
+    for method, own in (
+        (GroupLinearMethod(layout, True), {"weight", "weight_scale", "weight_zero_point"}),
+        (UnquantizedLinearMethod(), {"weight"}),
+    ):
+        layer.set_method(method)
+        held = {name for name, param in layer._parameters.items() if param is not None}
+        assert held == {"bias", "correction"} | own
 
 
 class OnlyFails(QuantizationScheme):

@@ -8,7 +8,6 @@ for all their names, and of calibrated activations ``input_scale`` or ``activati
 
 from __future__ import annotations
 
-import logging
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,8 +39,6 @@ from engine_core.nn.quantization.scheme import QUANTIZATION_KEYS, QuantizationSc
 if TYPE_CHECKING:
     from engine_core.checkpoint import Checkpoint
     from engine_core.nn.loading import LoadAccount
-
-logger = logging.getLogger(__name__)
 
 _E4M3, _E8M0 = "float8_e4m3fn", "float8_e8m0fnu"
 _NUMBERS = ("float16", "bfloat16", "float32", "float64")
@@ -456,7 +453,7 @@ class Fp8CheckpointScheme(QuantizationScheme):
     def remarks(self, headers: Mapping[str, Any]) -> Iterator[str]:
         """Skip lists that name layers of codes; once matched, activations that lack their scales.
 
-        Only then is known which codes are those of linears.
+        Only then is it known which codes are those of linears.
         """
         names = sorted(name.removesuffix(".weight") for name in _quantised(headers))
         yield from wrongly_skipped(self.settings or {}, names)
@@ -519,7 +516,7 @@ class Fp8CheckpointScheme(QuantizationScheme):
         taken = {name for layer in self.give_methods(model) for name in fillers[layer]}
         self._unscaled = self._unscaled_linears(fillers, headers)
         if self._unscaled is not None:
-            logger.warning("quantization %s: %s", self.name, self._unscaled)
+            self.warn(self._unscaled)
         unpacked = self._left(quantised - taken, numbers, account, headers)
         if unpacked or any(header.dtype == _E8M0 for header in headers.values()):
             return Fp8Checkpoint(checkpoint, unpacked)
@@ -543,9 +540,10 @@ class Fp8CheckpointScheme(QuantizationScheme):
         unpacked = {name: _scale_of(name, headers) for name in left}
         if left:
             why = "it takes numbers alone" if left[0] in numbers else "it is no linear of a layer"
-            logger.warning("quantization %s: %d of %d weights of codes are turned into numbers, "
-                           "such as %s: %s", self.name, len(left), len(_quantised(headers)),
-                           left[0].removesuffix(".weight"), why)  # fmt: skip
+            self.warn(
+                f"{len(left)} of {len(_quantised(headers))} weights of codes are turned into "
+                f"numbers, such as {left[0].removesuffix('.weight')}: {why}"
+            )
         return unpacked
 
     @property

@@ -239,7 +239,7 @@ class GroupLinearMethod(GroupMethod):
         layout = self._layout
         if not self._on_cpu:
             columns = packed.shape[1] * 8 // layout.bits
-            # It takes their size from their number, which two sizes may have in common.
+            # It has the groups' size from their number, and would have a wrong one.
             assert columns % (layout.group_size or 1) == 0, "the last group is shorter"
             return GroupWeight.of(
                 *(packed, scales, zeros, layout.bits, dtype), quantizes_rows=layout.quantizes_rows

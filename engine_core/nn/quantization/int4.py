@@ -145,7 +145,7 @@ class Int4Matrix:
         return made
 
     def _set_scales(self, scales: Tensor, zeros: Tensor) -> None:
-        # torch's kernel does not look, and would read beyond them.
+        # torch's kernel does not check their shape, and would read beyond them.
         shape = (self.shape[0], self.shape[1] // self._group)
         assert scales.shape == zeros.shape == shape, f"{list(scales.shape)} are not {list(shape)}"
         both = torch.stack((scales.T, zeros.T), dim=-1)

@@ -9,7 +9,6 @@ what is what.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,8 +44,6 @@ from engine_core.nn.quantization.scheme import QUANTIZATION_KEYS, QuantizationSc
 if TYPE_CHECKING:
     from engine_core.checkpoint import Checkpoint
     from engine_core.nn.loading import LoadAccount
-
-logger = logging.getLogger(__name__)
 
 _FLOATS = ("float16", "bfloat16", "float32")
 _ROWS = 1024
@@ -437,9 +434,10 @@ class PackedScheme(QuantizationScheme):
         others = sorted(self._linears.keys() - kept)
         if others:
             name, why = next(iter(left.items()), (others[0], "it is no linear of a layer"))
-            logger.warning("quantization %s: %d of %d packed weights are turned into numbers, such "
-                           "as %s: %s", self.name, len(others), len(self._linears),
-                           name, why)  # fmt: skip
+            self.warn(
+                f"{len(others)} of {len(self._linears)} packed weights are turned into numbers, "
+                f"such as {name}: {why}"
+            )
         return PackedCheckpoint(checkpoint, self._linears, self.read, frozenset(kept), self._spare)
 
     def _give_vocabulary(
@@ -1018,7 +1016,7 @@ class CompressedIntegersScheme(PackedScheme):
         super()._read_layouts(checkpoint)
         unsaid = self._unsaid_zeros()
         if unsaid is not None:
-            logger.warning("quantization %s: %s", self.name, unsaid)
+            self.warn(unsaid)
         linears = self._linears.values()
         ordered = [linear for linear in linears if linear.order is not None]
         lacking = (

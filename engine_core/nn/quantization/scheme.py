@@ -44,8 +44,10 @@ class QuantizationScheme:
         settings: the checkpoint's ``quantization_config``; None if the option asked for it.
         cache_settings: that which may say how the cache is scaled: the same, or, where the option
             asked for it, that of a checkpoint whose cache alone is quantised.
+        quiet: whether :meth:`warn` says nothing, for a model that is not to run.
     """
 
+    quiet = False
     converts_gguf: ClassVar[bool] = True
     takes: ClassVar[str] = "linear layer has a shape that it takes"
 
@@ -58,6 +60,11 @@ class QuantizationScheme:
     def takes_weights(self) -> bool:
         """Whether any weights are quantised; of some checkpoints the cache alone is."""
         return True
+
+    def warn(self, text: str) -> None:
+        """Log how a model runs with its weights on this device."""
+        if not self.quiet:
+            logger.warning("quantization %s: %s", self.name, text)
 
     @classmethod
     def condition(cls, settings: Mapping[str, Any]) -> bool:
