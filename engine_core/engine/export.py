@@ -125,7 +125,7 @@ def export_model(
     if is_gguf and config.dtype == "auto":
         # Not the type that this CPU would run them in.
         opened = opened.replace(dtype=dtype_of_matrices(GGUFFile(source_path)) or "auto")
-    source = open_model(model, opened, registry, convert=False)
+    source = open_model(model, opened, registry, convert=False, is_to_run=False)
     checkpoint = source.checkpoint
     _refuse_own_file(path, checkpoint)
     if not checkpoint.has_weights:
@@ -203,8 +203,6 @@ def _spare_if_it_loads(source: ModelSource, config: EngineConfig) -> frozenset[s
 def _spare(source: ModelSource, model_config: ModelConfig) -> frozenset[str]:
     model = build_on_meta(source.model_class, model_config, _context(source), source.scheme)
     weights = without_head(model, source.checkpoint, model_config)
-    if source.scheme is not None:
-        source.scheme.quiet = True
     matched, account = match_weights(model, weights, source.name, source.scheme)
     spare = matched.spare if isinstance(matched, PackedCheckpoint) else frozenset()
     spare -= account.fills().keys()

@@ -118,11 +118,17 @@ class _GGUFAdapters(Mapping[str, type]):
 
 
 def open_model(
-    model: str, config: EngineConfig, registry: Registry, *, convert: bool = True
+    model: str,
+    config: EngineConfig,
+    registry: Registry,
+    *,
+    convert: bool = True,
+    is_to_run: bool = True,
 ) -> ModelSource:
     """Find ``model``, check its files and find the class that runs it.
 
-    ``convert`` is that of :func:`open_checkpoint`.
+    ``convert`` is that of :func:`open_checkpoint`. Unless the model ``is_to_run`` nothing is said
+    of how it runs here.
 
     Raises:
         EngineError: it cannot run; the subclass says why.
@@ -136,7 +142,9 @@ def open_model(
     scheme = find_scheme(checkpoint, config, option, registry, device)
     model_config = read_config(registry, checkpoint, config.model_impl)
     if scheme is not None:
-        for fact in facts_of(scheme, device, model_config.hidden_size):
+        scheme.quiet = not is_to_run
+        facts = facts_of(scheme, device, model_config.hidden_size) if is_to_run else ()
+        for fact in facts:
             level = logging.WARNING if fact.severe else logging.INFO
             logger.log(level, "quantization %s: %s", scheme.name, fact.text)
         for remark in scheme.remarks(checkpoint.headers) if checkpoint.has_weights else ():
@@ -148,7 +156,7 @@ def open_model(
     kv_cache_dtype, why = find_kv_cache(config, scheme, model_config, device)
     slower = check_kv_cache(kv_cache_dtype, device)
     for warning in (why, slower):
-        if warning is not None:
+        if warning is not None and is_to_run:
             logger.warning("%s", warning)
     return ModelSource(
         name=model,
