@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -60,6 +60,7 @@ class LoadAccount:
         self._by_storage: dict[int, str] = {}
         self._storages: list[StorageWeakRef] = []
         self._current: str | None = None
+        self._made_of: tuple[str, ...] = ()
         self._wrong: list[str] = []
         self._twice: dict[str, str] = {}
         self._forms: dict[str, tuple[torch.Size, tuple[int, ...]]] = {}
@@ -106,26 +107,39 @@ class LoadAccount:
             self._filled[name][shard_id] = numel
             self._dtypes.setdefault(name, set()).add(tensor.dtype)
         own = self._by_storage.get(tensor.untyped_storage()._cdata)
-        source = self._current if own is None else own
-        if name is not None and source is not None:
+        sources = self._made_of or (() if self._current is None else (self._current,))
+        if own is not None:
+            sources = (own,)
+        if name is not None and sources:
             if not _COMPARING.get():
-                self._compare(name, source, shard_id)
-            self._sources[name].setdefault(shard_id, set()).add(source)
-            if own is None or self._forms[source] != (tensor.shape, tensor.stride()):
-                self.altered.add(source)
-        self._take(source)
+                self._compare(name, sources, shard_id)
+            self._sources[name].setdefault(shard_id, set()).update(sources)
+            if own is None or self._forms[own] != (tensor.shape, tensor.stride()):
+                self.altered.update(sources)
+        self._taken.update(sources)
         if refused is not None:
-            self._wrong.append(f"{source}: {refused}")
+            self._wrong.append(f"{sources[-1] if sources else None}: {refused}")
 
-    def _compare(self, name: str, source: str, shard_id: Any) -> None:
-        """Note whether another tensor than ``source`` filled this part, or some of it."""
+    @contextmanager
+    def making(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """Within the block what is no tensor that was handed out is made of these."""
+        names = (self._by_storage.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+        self._made_of = tuple(name for name in names if name is not None)
+        try:
+            yield
+        finally:
+            self._made_of = ()
+
+    def _compare(self, name: str, sources: Collection[str], shard_id: Any) -> None:
+        """Note whether other tensors than ``sources`` filled this part, or some of it."""
         shards = self._sources[name]
         others = shards.get(shard_id, set())
         if self._missing[name] < 0 and hasattr(self._params[name], "stacks"):
             # Experts may come one by one and all at once.
             others = set().union(*(shards[key] for key in shards if _overlap(key, shard_id)))
-        if others - {source}:
-            self._twice[source] = min(others - {source})
+        others = others.difference(sources)
+        if others:
+            self._twice[max(sources)] = min(others)
 
     def is_filled(self, param: nn.Parameter) -> bool:
         """Whether all parts of a parameter of the model were filled."""
@@ -252,6 +266,15 @@ def take(tensor: Tensor) -> None:
     account = _ACCOUNT.get()
     if account is not None:
         account.ignore(tensor)
+
+
+def made_of(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Tell an open account that what is loaded within the block is made of these tensors.
+
+    A tensor that code computes is else taken for one that is made of the last that was handed out.
+    """
+    account = _ACCOUNT.get()
+    return nullcontext() if account is None else account.making(tensors)
 
 
 def copy_checked(

@@ -27,6 +27,7 @@ from engine_core.nn import (
     build_rowwise_linear,
 )
 from engine_core.nn.distributed import IndivisibleError
+from engine_core.nn.linear import Linear, UnquantizedLinearMethod
 from engine_core.step_context import AttentionMetadata, StepContextManager, current_build_context
 from engine_core_transformers.attention import (
     PAGED,
@@ -333,7 +334,13 @@ class TransformersModel(CausalLM):
                 drawn = torch.randn(32, part.hidden_size, generator=draw, device="cpu")
                 embeds = list(drawn.to(device, part.dtype)[ids % 32])
         first, *others = (run[0] for run in map(self._alone, ids, places, embeds))
-        bound = _ALONE.get(first.dtype, 5e-2) * float(first.abs().max())
+        # A kernel of codes may compute in 16 bits, whatever it is given.
+        coarse = any(
+            isinstance(m, Linear) and type(m.method) is not UnquantizedLinearMethod
+            for m in self.modules()
+        )
+        alone = _ALONE.get(torch.bfloat16 if coarse else first.dtype, 5e-2)
+        bound = alone * float(first.abs().max())
 
         def differs(other: Tensor) -> bool:
             return float((first - other).abs().max()) > bound

@@ -17,7 +17,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from engine_core.nn.loading import Weights, stacked_loader, take
+from engine_core.nn.loading import Weights, made_of, stacked_loader, take
 from engine_core_transformers.merged import Merges
 
 
@@ -100,12 +100,15 @@ class Converted:
 
     def _convert(self, target: str, pattern: str, put: Any) -> None:
         converter = copy.deepcopy(self._by_pattern[pattern])
+        sources = []
         for key, tensors in self._waiting.pop(target).items():
             for name, tensor in sorted(tensors, key=lambda item: dot_natural_key(item[0])):
                 converter.add_tensor(target, name, key, tensor)  # type: ignore[arg-type]
+                sources.append(tensor)
         made = converter.convert(target, model=self._hf, config=self._hf.config)
-        for name, value in made.items():
-            put(name, value[0] if isinstance(value, list) else value)
+        with made_of(sources):
+            for name, value in made.items():
+                put(name, value[0] if isinstance(value, list) else value)
 
 
 def _numbered(path: str, part: int) -> str:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from fallback_models import TOLERANCE, VOCAB, difference, expected, make_checkpoint, prompts
 from golden_fixtures import GOLDEN, golden_prompts
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel, Olmo2ForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -24,6 +25,7 @@ from engine_core.check import check_model
 from engine_core.configs import EngineConfig
 from engine_core.engine.export import export_model
 from engine_core.errors import UnknownArchitectureError
+from engine_core_transformers import model as fallback
 from engine_core_transformers.merged import GatedMLP, Part
 
 # Between them and those of test_parts_of_known_kinds_are_ours: biases, a head with a bias and
@@ -96,6 +98,37 @@ def test_two_ranks_give_the_same(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, "qwen3_moe", "Qwen3MoeForCausalLM")
     answers = [expected(model, prompt) for prompt in prompts()]
     assert difference(tmp_path, answers, tensor_parallel_size=2) <= TOLERANCE
+
+
+def test_codes_of_experts_become_numbers(tmp_path: Path) -> None:
+    """All those that one parameter is made of, with a scale for each of their rows."""
+    model = make_checkpoint(tmp_path, "mixtral", "MixtralForCausalLM")
+    tensors = load_file(tmp_path / "model.safetensors")
+    numbers = dict(tensors)
+    for name, weight in numbers.items():
+        if re.search(r"experts\..*weight$|_proj\.weight$", name):
+            scale = weight.abs().amax(1, keepdim=True) / 448
+            tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale"] = scale
+            numbers[name] = tensors[name].float() * scale
+    save_file(numbers, tmp_path / "model.safetensors")
+    model = type(model).from_pretrained(tmp_path)
+    answers = [expected(model, prompt) for prompt in prompts()]
+    save_file(tensors, tmp_path / "model.safetensors")
+    edit(tmp_path, quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"})
+    settings = EngineConfig(model_impl="transformers", skip_tokenizer_init=True)
+    assert not check_model(tmp_path, settings).errors
+    assert difference(tmp_path, answers) <= TOLERANCE
+
+
+def test_kernels_of_codes_may_round_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU's of 4 bits computes in bfloat16, and is held to that, whatever dtype is asked for."""
+    make_checkpoint(tmp_path, "llama", "LlamaForCausalLM")
+    monkeypatch.setitem(fallback._ALONE, torch.float32, -1.0)
+    with pytest.raises(UnknownArchitectureError, match="outside of attention"):
+        engine(tmp_path, dtype="float32")
+    with engine(tmp_path, dtype="float32", quantization="int4") as llm:
+        assert llm.generate(prompts()[:1], SamplingParams(max_tokens=1))
 
 
 @pytest.mark.parametrize("case", REFUSED)
