@@ -158,4 +158,9 @@ def _onednn_dtypes() -> tuple[torch.dtype, ...]:
 
 def onednn_packs(weight: Tensor) -> bool:
     """Whether :class:`OneDNNMatrix` takes this weight: on a CPU, of a type that it can multiply."""
-    return weight.device.type == "cpu" and weight.dtype in _onednn_dtypes()
+    return weight.device.type == "cpu" and onednn_multiplies(weight.dtype)
+
+
+def onednn_multiplies(dtype: torch.dtype) -> bool:
+    """Whether this CPU's :class:`OneDNNMatrix` is for numbers of this type."""
+    return dtype in _onednn_dtypes()

@@ -12,7 +12,13 @@ from engine_core.kernels.half_linear import HALVES
 from engine_core.nn.embedding import Embedding, VocabularySplit
 from engine_core.nn.linear import Linear, UnquantizedLinearMethod
 from engine_core.nn.loading import LoadAccount
-from engine_core.nn.packing import HalfMatrix, PackedMatrix, keeps_halves, pack_matrix
+from engine_core.nn.packing import (
+    HalfMatrix,
+    PackedMatrix,
+    keeps_halves,
+    onednn_multiplies,
+    pack_matrix,
+)
 
 
 def weight_bytes(model: nn.Module, account: LoadAccount | None = None) -> int:
@@ -31,6 +37,7 @@ def packed_sizes(model: nn.Module, account: LoadAccount | None = None) -> dict[i
     """
     sizes = {id(param): param.numel() * param.itemsize for param in model.parameters()}
     if account is not None:
+        sizes |= _kept_twice(model)
         sizes |= _halves(model, account)
     for module in model.modules():
         given: Mapping[str, int] = {}
@@ -52,23 +59,40 @@ def _halves(model: nn.Module, account: LoadAccount) -> Iterator[tuple[int, int]]
         halves = stored in HALVES and keeps_halves(param.dtype)
         return halves and users[id(param)] == others
 
-    vocabularies: dict[int, list[VocabularySplit]] = {}
     for module in model.modules():
-        if isinstance(module, VocabularySplit):
-            vocabularies.setdefault(id(module.weight), []).append(module)
-        elif isinstance(module, Linear):
+        if isinstance(module, Linear):
             method = type(module.method)
             plain = getattr(method, "pack", None) is UnquantizedLinearMethod.pack
             if plain and kept(module.weight, 1):
                 shape = module.matrix_shape
                 count = module.weight.numel() // max(shape.numel(), 1)
                 yield id(module.weight), count * HalfMatrix.size(shape)
-    for key, modules in vocabularies.items():
+    for key, modules in _vocabularies(model).items():
         # An embedding alone is only looked up, and stays as it is.
         heads = any(not isinstance(module, Embedding) for module in modules)
         plain = all(module.method is None for module in modules)
         if heads and plain and kept(modules[0].weight, len(modules)):
             yield key, HalfMatrix.size(modules[0].weight.shape)
+
+
+def _kept_twice(model: nn.Module) -> Iterator[tuple[int, int]]:
+    """Ids and bytes of vocabularies that others look up beside their head's own matrix."""
+    users = _users(model)
+    for key, modules in _vocabularies(model).items():
+        weight = modules[0].weight
+        heads = sum(not isinstance(module, Embedding) for module in modules)
+        plain = any(module.method is None for module in modules)
+        if 0 < heads < users[key] and plain and onednn_multiplies(weight.dtype):
+            yield key, 2 * weight.numel() * weight.itemsize
+
+
+def _vocabularies(model: nn.Module) -> dict[int, list[VocabularySplit]]:
+    """The modules that share a vocabulary's weight, by its id."""
+    found: dict[int, list[VocabularySplit]] = {}
+    for module in model.modules():
+        if isinstance(module, VocabularySplit):
+            found.setdefault(id(module.weight), []).append(module)
+    return found
 
 
 def _users(model: nn.Module) -> Counter[int]:
@@ -99,10 +123,7 @@ class Packer:
         for linear in self._linears:
             linear.method.prepare_load(linear)
         self._owners = {id(p): module for module, own in self._params.items() for p in own}
-        self._vocabularies: dict[int, list[VocabularySplit]] = {}
-        for module in modules:
-            if isinstance(module, VocabularySplit):
-                self._vocabularies.setdefault(id(module.weight), []).append(module)
+        self._vocabularies = _vocabularies(model)
         self._only_vocabularies = {
             key for key, modules in self._vocabularies.items() if users[key] == len(modules)
         }

@@ -709,6 +709,8 @@ BROKEN: Mapping[str, tuple[str, Callable[[Made], Any], str]] = {
         setting(dynamic={"-:.*gate": {}, "+:.*up": {"bits": 8}}),
         "dynamic has bits 8 for '+:.*up', and all others have 4: layers that differ so are not",
     ),
+    "a group that is no number": ("awq", setting(group_size="32"), "group_size is '32', neither"),
+    "several groups": ("gptq", setting(group_size=[64]), "group_size is [64], neither a number"),
     "rules that are none": ("gptq", setting(dynamic=["-:.*up"]), "no object of rules"),
     "a rule that says nothing": (
         "gptq",
@@ -1007,6 +1009,20 @@ def test_biases_of_zero_need_no_place(tmp_path: Path) -> None:
     for written in (tmp_path / "out.safetensors", tmp_path / "numbers"):
         assert not any("bias" in name for name in open_checkpoint(written).headers)
         assert not check_model(written, EngineConfig(**BASE)).errors
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tied_vocabulary_is_planned_as_it_is_held(tmp_path: Path, dtype: str) -> None:
+    """A CPU's head has a matrix of its own beside the rows that are looked up."""
+    it = Made(tmp_path, "awq")
+    made.change(it.packed, lambda tensors: tensors.pop("lm_head.weight"))
+    config = json.loads((it.packed / "config.json").read_text())
+    (it.packed / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    settings = EngineConfig(dtype=dtype, **BASE)
+    report = check_model(it.packed, settings)
+    assert report.memory is not None
+    with LLM(str(it.packed), settings) as llm:
+        assert llm.apply_model(held_bytes) == [report.memory.weights_bytes]
 
 
 def test_biases_of_zero_are_left_out_of_a_decoder_without_a_head(tmp_path: Path) -> None:

@@ -303,6 +303,8 @@ class PackedScheme(QuantizationScheme):
                 if values:
                     check_value(key, settings.get(key), values)
             _check_rules(settings)
+            if "group_size" in self.known:
+                _checked_group(settings)
 
     def linears(self, headers: Mapping[str, Any]) -> Iterator[Integers]:
         """The linears of integers that a checkpoint has.
