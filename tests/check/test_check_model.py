@@ -197,7 +197,7 @@ def test_what_is_known_of_a_quantisation_is_said(model: Model) -> None:
     assert said("int8", None) == {(slower, "info", False)}
     assert said("int4", "H100") == {loses, (slower, "info", False)}
     assert said("int8", "T4") == {(slower, "warning", False)}
-    assert said("int8", "H100") == {(slower, "info", False)}
+    assert said("int8", "H100") == {(slower, "warning", False)}
     assert said("fp8", None) == {loses, (slower, "warning", False)}
     assert said("fp8", "H100") == {loses}
     assert said("fp8", "L40S") == {loses, (slower, "warning", False)}
@@ -248,7 +248,7 @@ def _exported(method: str) -> dict[str, Any]:
          "not measured", "not measured", "1.3 with 192"),
         ("gptq", _settings("gptq", group_size=-1, desc_act=True), "0.81", "0.81",
          "groups other than 128"),
-        ("gptq", _settings("gptq of 8 bits"), None, None, "not measured with 8 bits"),
+        ("gptq", _settings("gptq of 8 bits"), None, None, "not measured with 8 bits in"),
         (_INTEGERS, _settings("compressed"), "0.52", "0.52", "groups other than 128"),
         (_INTEGERS, _settings("compressed", group_size=128), "not measured", "not measured",
          "1.3 with 192"),
@@ -257,7 +257,7 @@ def _exported(method: str) -> dict[str, Any]:
         (_INTEGERS, _settings("compressed", group_size=128, actorder="static"), "not measured",
          "not measured", "1.3 with 192"),
         (_INTEGERS, _settings("compressed by rows"), "0.81", "0.81", "groups other than 128"),
-        (_INTEGERS, _settings("compressed, 8 bits"), None, None, "not measured with 8 bits"),
+        (_INTEGERS, _settings("compressed, 8 bits"), None, None, "1.3 with 256"),
         (_INTEGERS, _settings("int8 and activations"), None, "0.045", "activations are quantised"),
         (_INTEGERS, _exported("compressed-tensors"), "0.060", "0.060", "groups other than 128"),
         (_INTEGERS, _exported("engine-core"), None, None, "groups other than 128"),
