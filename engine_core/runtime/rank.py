@@ -221,7 +221,10 @@ def _open(model: str, config: EngineConfig, seat: Seat) -> tuple[EngineConfig, M
     registry = build_registry(config.custom_module_map, plugin_errors=config.plugin_errors)
     if config.device in ("auto", "cuda") and torch.cuda.is_available():
         config = config.replace(device=f"cuda:{_gpu_of(seat)}")
-    source = open_model(model, config, registry)
+    # The engine's process has said how it runs, but not what becomes of the tensors.
+    source = open_model(model, config, registry, is_to_run=False)
+    if source.scheme is not None:
+        source.scheme.quiet = seat.rank > 0
     if source.device.type == "cuda":
         torch.cuda.set_device(source.device)
     else:

@@ -147,7 +147,8 @@ def open_model(
         for fact in facts:
             level = logging.WARNING if fact.severe else logging.INFO
             logger.log(level, "quantization %s: %s", scheme.name, fact.text)
-        for remark in scheme.remarks(checkpoint.headers) if checkpoint.has_weights else ():
+        says = is_to_run and checkpoint.has_weights
+        for remark in scheme.remarks(checkpoint.headers) if says else ():
             logger.warning("quantization %s: %s", scheme.name, remark)
     model_class = registry.model_class(model_config.architecture)
     model_config = with_task(model_config, model_class, checkpoint, config)

@@ -200,6 +200,17 @@ def test_ranks_keep_their_part(tmp_path: Path, kind: str) -> None:
             assert torch.equal(layer.weight, plain[name].weight)
 
 
+def test_ranks_say_once_what_becomes_of_codes(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And the engine alone how they run."""
+    it = Made(tmp_path, "gptq", lambda name: False)
+    with LLM(str(it.packed), EngineConfig(tensor_parallel_size=2, dtype="float32", **BASE)):
+        said = capfd.readouterr().err
+    assert said.count("1 of 15 packed weights are turned into numbers, such as lm_head") == 1
+    assert "as small as this one" not in said
+
+
 def test_ranks_do_not_cut_groups(tmp_path: Path) -> None:
     it = Made(tmp_path, "gptq")
     with pytest.raises(OptionError, match=r"o_proj: .* 64, which share an element of weight_scale"):
