@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -501,12 +502,12 @@ class _Check:
     def _plan(self, network: nn.Module, specs: tuple[CacheSpec, ...], max_model_len: int) -> None:
         config, device, alone = self.config, self.device, self.whole
         ranks, stages = config.num_ranks, config.pipeline_parallel_size
-        account = self.account if device is not None and device.type == "cpu" else None
-        each = [(weight_bytes(network, account), specs)]
+        on_cpu = device is not None and device.type == "cpu"
+        account = self.account if on_cpu else None
+        held = partial(weight_bytes, account=account, on_cpu=on_cpu)
+        each = [(held(network), specs)]
         if stages > 1:
-            each = of_each_stage(
-                network, stages, lambda m: (weight_bytes(m, account), cache_specs(m))
-            )
+            each = of_each_stage(network, stages, lambda m: (held(m), cache_specs(m)))
         weights = max(own for own, _ in each)
         media = self._plan_media()
         on_gpu = self.gpu is not None or (device is not None and device.type == "cuda")
@@ -579,7 +580,7 @@ class _Check:
         encoder_weights = 0
         with self._collecting():
             named = _named_modules(network, modules)
-            encoder_weights = sum(weight_bytes(module, account) for module in named)
+            encoder_weights = sum(map(held, named))
         counts = Counter(specs)
         self.memory_info = MemoryInfo(
             source=source,
@@ -606,7 +607,9 @@ class _Check:
             groups=tuple(CacheGroupInfo.of(spec, count) for spec, count in counts.items()),
             replicated=()
             if alone is None
-            else _replicated(network, alone, ranks // stages, account),
+            else _replicated(
+                network, alone, ranks // stages, packed_sizes(network, account, on_cpu=on_cpu)
+            ),
         )
 
     @property
@@ -858,14 +861,14 @@ class _Check:
 
 
 def _replicated(
-    network: nn.Module, whole: nn.Module, ranks: int, account: LoadAccount | None
+    network: nn.Module, whole: nn.Module, ranks: int, sizes: Mapping[int, int]
 ) -> tuple[ReplicatedInfo, ...]:
     """A rank's parameters beyond an even share of the ``whole``, the most bytes first.
 
-    Padding, which is less than 1 %, is left out, and so are parameters that only a scheme has.
+    ``sizes`` are bytes of a rank's parameters, by their ids. Padding, which is less than 1 %, is
+    left out, and so are parameters that only a scheme has.
     """
     totals = {name: param.numel() for name, param in whole.named_parameters()}
-    sizes = packed_sizes(network, account)
     alike: dict[tuple[str, bool], list[float]] = {}
     for name, param in network.named_parameters():
         own, total = param.numel(), totals.get(name, 0)

@@ -21,23 +21,31 @@ from engine_core.nn.packing import (
 )
 
 
-def weight_bytes(model: nn.Module, account: LoadAccount | None = None) -> int:
+def weight_bytes(
+    model: nn.Module, account: LoadAccount | None = None, *, on_cpu: bool = False
+) -> int:
     """Bytes of the model's weights as they will be packed; shared ones once.
 
-    ``account`` is as for :func:`packed_sizes`.
+    The arguments are as for :func:`packed_sizes`.
     """
-    return sum(packed_sizes(model, account).values())
+    return sum(packed_sizes(model, account, on_cpu=on_cpu).values())
 
 
-def packed_sizes(model: nn.Module, account: LoadAccount | None = None) -> dict[int, int]:
+def packed_sizes(
+    model: nn.Module, account: LoadAccount | None = None, *, on_cpu: bool = False
+) -> dict[int, int]:
     """Bytes of each parameter as it will be packed, by its id.
 
-    ``account`` says what fills the parameters on a CPU, which may keep matrices in the 16 bits in
-    which they are stored; None for another device, or random weights.
+    Args:
+        model: on meta.
+        account: what fills the parameters, of which a CPU may keep matrices in the 16 bits in which
+            they are stored; None for another device, or if that is not known.
+        on_cpu: whether a CPU runs it.
     """
     sizes = {id(param): param.numel() * param.itemsize for param in model.parameters()}
-    if account is not None:
+    if on_cpu:
         sizes |= _kept_twice(model)
+    if account is not None:
         sizes |= _halves(model, account)
     for module in model.modules():
         given: Mapping[str, int] = {}

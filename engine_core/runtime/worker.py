@@ -122,7 +122,8 @@ class Worker:
                 tensors = checkpoint if reads else None
                 checkpoint, self._cached = cut(model, tensors, source.name, self._link)
             specs = cache_specs(model)
-            size = weight_bytes(model, account if source.device.type == "cpu" else None)
+            on_cpu = source.device.type == "cpu"
+            size = weight_bytes(model, account if on_cpu else None, on_cpu=on_cpu)
             if source.device.type == "cuda":
                 # All weights that are quantised at load are there as they were first.
                 size = max(size, sum(param.nbytes for param in model.parameters()))

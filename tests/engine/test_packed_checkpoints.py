@@ -1030,10 +1030,15 @@ def test_a_tied_vocabulary_is_planned_as_it_is_held(tmp_path: Path, dtype: str) 
     config = json.loads((it.packed / "config.json").read_text())
     (it.packed / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     settings = EngineConfig(dtype=dtype, **BASE)
-    report = check_model(it.packed, settings)
-    assert report.memory is not None
-    with LLM(str(it.packed), settings) as llm:
-        assert llm.apply_model(held_bytes) == [report.memory.weights_bytes]
+    (it.plain / "config.json").write_text(
+        json.dumps({**config, "quantization_config": None, "tie_word_embeddings": True})
+    )
+    dummy = settings.replace(load_format="dummy")
+    for folder, given in ((it.packed, settings), (it.plain, dummy)):
+        report = check_model(folder, given)
+        assert report.memory is not None
+        with LLM(str(folder), given) as llm:
+            assert llm.apply_model(held_bytes) == [report.memory.weights_bytes]
 
 
 def test_biases_of_zero_are_left_out_of_a_decoder_without_a_head(tmp_path: Path) -> None:
