@@ -98,8 +98,8 @@ class DeepModel:
             name
             for name, tensor in self.source.checkpoint.weights()
             if tensor.is_floating_point()
-            and not _is_finite(tensor)
             and not (unread and kv_scales.is_scale(name))
+            and not _is_finite(tensor)
         )
 
     @cached_property

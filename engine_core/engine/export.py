@@ -125,7 +125,7 @@ def export_model(
     if is_gguf and config.dtype == "auto":
         # Not the type that this CPU would run them in.
         opened = opened.replace(dtype=dtype_of_matrices(GGUFFile(source_path)) or "auto")
-    source = open_model(model, opened, registry, convert=False, is_to_run=False)
+    source = open_model(model, opened, registry, convert=False, quiet=True)
     checkpoint = source.checkpoint
     _refuse_own_file(path, checkpoint)
     if not checkpoint.has_weights:

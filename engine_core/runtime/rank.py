@@ -222,7 +222,7 @@ def _open(model: str, config: EngineConfig, seat: Seat) -> tuple[EngineConfig, M
     if config.device in ("auto", "cuda") and torch.cuda.is_available():
         config = config.replace(device=f"cuda:{_gpu_of(seat)}")
     # The engine's process has said how it runs, but not what becomes of the tensors.
-    source = open_model(model, config, registry, is_to_run=False)
+    source = open_model(model, config, registry, quiet=True)
     if source.scheme is not None:
         source.scheme.quiet = seat.rank > 0
     if source.device.type == "cuda":

@@ -123,12 +123,12 @@ def open_model(
     registry: Registry,
     *,
     convert: bool = True,
-    is_to_run: bool = True,
+    quiet: bool = False,
 ) -> ModelSource:
     """Find ``model``, check its files and find the class that runs it.
 
-    ``convert`` is that of :func:`open_checkpoint`. Unless the model ``is_to_run`` nothing is said
-    of how it runs here.
+    ``convert`` is that of :func:`open_checkpoint`. If ``quiet`` nothing is said of how the model
+    runs here.
 
     Raises:
         EngineError: it cannot run; the subclass says why.
@@ -142,12 +142,12 @@ def open_model(
     scheme = find_scheme(checkpoint, config, option, registry, device)
     model_config = read_config(registry, checkpoint, config.model_impl)
     if scheme is not None:
-        scheme.quiet = not is_to_run
-        facts = facts_of(scheme, device, model_config.hidden_size) if is_to_run else ()
+        scheme.quiet = quiet
+        facts = () if quiet else facts_of(scheme, device, model_config.hidden_size)
         for fact in facts:
             level = logging.WARNING if fact.severe else logging.INFO
             logger.log(level, "quantization %s: %s", scheme.name, fact.text)
-        says = is_to_run and checkpoint.has_weights
+        says = checkpoint.has_weights and not quiet
         for remark in scheme.remarks(checkpoint.headers) if says else ():
             logger.warning("quantization %s: %s", scheme.name, remark)
     model_class = registry.model_class(model_config.architecture)
@@ -157,7 +157,7 @@ def open_model(
     kv_cache_dtype, why = find_kv_cache(config, scheme, model_config, device)
     slower = check_kv_cache(kv_cache_dtype, device)
     for warning in (why, slower):
-        if warning is not None and is_to_run:
+        if warning is not None and not quiet:
             logger.warning("%s", warning)
     return ModelSource(
         name=model,

@@ -642,6 +642,7 @@ def choose_teams_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -
     )
 
 
+@functools.cache
 def _teams_of_many_rows(rows: int, outputs: int, k: int, gated: bool, room: int) -> Tile | None:
     """The tile of more than 64 rows that takes the least time, by turns of the multiprocessors.
 
@@ -650,7 +651,7 @@ def _teams_of_many_rows(rows: int, outputs: int, k: int, gated: bool, room: int)
     this: 28672x4096, gated: 128 rows 104, 54; 256 rows 201, 109. 4096x14336 57.9, 33.9; 88.6, 52.8.
     4096x4096 25.3, 16.4; 32.4, 21.3. 6144x4096 39.4, 22.7; 49.5, 35.9.
     """
-    best, least = None, 0.0
+    found: list[tuple[float, Tile]] = []
     for (teams, block_m), step_us in _TEAMS_STEPS.items():
         if teams > 2 and not gated:
             continue
@@ -660,19 +661,19 @@ def _teams_of_many_rows(rows: int, outputs: int, k: int, gated: bool, room: int)
             splits = 1 << doubled
             turns = -(-tiles * splits // room)
             run_us = -(-k // (256 * splits)) * step_us + _TEAMS_BEGIN + _TEAMS_SPLIT * doubled
-            us = turns * run_us
-            filled = _TEAMS_LEAST_SHARE * room <= tiles * splits
-            if k < 1024 * splits or not filled or (best is not None and us >= least):
+            if k < 1024 * splits or tiles * splits < _TEAMS_LEAST_SHARE * room:
                 continue
-            least = us
-            best = Tile(
-                *(block_n, 256, splits, "teams", 4, 3 if teams * block_m == 128 else 2),
+            # More numbers of a program leave no room for a third tile in flight or products ahead.
+            small = teams * block_m == 128
+            tile = Tile(
+                *(block_n, 256, splits, "teams", 4, 3 if small else 2),
                 least_rows=block_m,
                 most_rows=block_m,
-                ahead=teams * block_m == 128,
+                ahead=small,
                 teams=teams,
             )
-    return best
+            found.append((turns * run_us, tile))
+    return min(found, key=lambda each: each[0], default=(0.0, None))[1]
 
 
 # Columns at most of a program that multiplies integers on Hopper.

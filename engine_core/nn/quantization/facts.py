@@ -24,6 +24,11 @@ _SMALL = 1024
 _WIDE = 2048
 # Groups whose speed, and whose accuracy by rounding, was measured.
 _TIMED, _ROUNDED = 128, (32, 64)
+# Compute capabilities of devices: from the first of a pair, below the second.
+_Range = tuple[tuple[int, int], tuple[int, int]]
+_HOPPER: tuple[_Range, ...] = (((9, 0), (9, 1)),)
+_BUT_HOPPER: tuple[_Range, ...] = (((8, 0), (9, 0)), ((9, 1), (99, 0)))
+_FROM_AMPERE: tuple[_Range, ...] = (((8, 0), (99, 0)),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +154,8 @@ class Fact:
         severe: whether it is a warning; else what is lost in one place is won in another, or was
             not measured.
         widest: the greatest hidden size for which it is known; None for any.
-        capability: compute capabilities for which it holds: from the first, below the second.
+        capabilities: ranges of compute capability for which it holds: from the first of a pair,
+            below the second; None for all devices.
     """
 
     holds: Callable[[WeightForm], bool]
@@ -158,7 +164,7 @@ class Fact:
     loses: bool = False
     severe: bool = True
     widest: int | None = None
-    capability: tuple[tuple[int, int], tuple[int, int]] | None = None
+    capabilities: tuple[_Range, ...] | None = None
 
 
 def _made(bits: int) -> Callable[[WeightForm], bool]:
@@ -302,14 +308,14 @@ FACTS = (
         lambda form: form.kind == "blocks" or (form.kind == "integers" and not form.activations),
         "cuda",
         "there are no kernels for this GPU: each step turns the weights into numbers",
-        capability=((0, 0), (8, 0)),
+        capabilities=(((0, 0), (8, 0)),),
     ),
     Fact(
         lambda form: form.kind == "integers" and form.activations,
         "cuda",
         "there are no kernels of few rows for this GPU: each step of up to 64 tokens turns the "
         "weights into numbers",
-        capability=((0, 0), (8, 0)),
+        capabilities=(((0, 0), (8, 0)),),
     ),
     Fact(
         lambda form: form.kind == "integers" and form.timed,
@@ -319,19 +325,16 @@ FACTS = (
         "with 72, 0.9 with 128, 1.3 with 192 and 1.2 with 256; with weights of fewer than 2048 "
         "columns, or of columns that are no multiple of 256, steps of more than 64 may; "
         f"{_TO_NUMBERS}",
-        capability=((9, 0), (9, 1)),
+        capabilities=_HOPPER,
     ),
-    *(
-        Fact(
-            lambda form: form.kind == "integers" and form.timed,
-            "cuda",
-            "steps of more than 64 tokens take longer than with bfloat16 weights: on an H200 "
-            "linears of 4 bits, in groups of 128, took 0.6 times as long with 1 token, 0.8 with "
-            "32, 1.6 with 128 and 2.0 with 256 by the kernels that this GPU has, in other tiles; "
-            f"{_TO_NUMBERS}",
-            capability=capability,
-        )
-        for capability in (((8, 0), (9, 0)), ((9, 1), (99, 0)))
+    Fact(
+        lambda form: form.kind == "integers" and form.timed,
+        "cuda",
+        "steps of more than 64 tokens take longer than with bfloat16 weights: on an H200 "
+        "linears of 4 bits, in groups of 128, took 0.6 times as long with 1 token, 0.8 with "
+        "32, 1.6 with 128 and 2.0 with 256 by the kernels that this GPU has, in other tiles; "
+        f"{_TO_NUMBERS}",
+        capabilities=_BUT_HOPPER,
     ),
     Fact(
         lambda form: form.kind == "integers" and form.bits == 4 and form.ordered,
@@ -340,7 +343,7 @@ FACTS = (
         "with 4 bits in groups whose inputs are no neighbours, as act-order (desc_act, actorder) "
         f"chooses them; {_TO_NUMBERS}",
         severe=False,
-        capability=((8, 0), (99, 0)),
+        capabilities=_FROM_AMPERE,
     ),
     Fact(
         lambda form: (
@@ -350,7 +353,7 @@ FACTS = (
         "steps of many tokens may take longer than with bfloat16 weights, which was not measured "
         f"with 4 bits in groups other than 128 inputs; {_TO_NUMBERS}",
         severe=False,
-        capability=((8, 0), (99, 0)),
+        capabilities=_FROM_AMPERE,
     ),
     Fact(
         lambda form: _of_eight(form) and form.by_rows,
@@ -358,7 +361,7 @@ FACTS = (
         "steps of more than 64 tokens take longer than with bfloat16 weights: on an H200 one of a "
         "model of 8B weights with a scale for each row took 0.95 times as long with 32 and 64 "
         f"tokens, 1.25 with 72 and 128 and 1.3 with 256; {_TO_NUMBERS}",
-        capability=((8, 0), (99, 0)),
+        capabilities=_FROM_AMPERE,
     ),
     Fact(
         lambda form: _of_eight(form) and not form.by_rows,
@@ -366,7 +369,7 @@ FACTS = (
         "steps of many tokens may take longer than with bfloat16 weights, which was not measured "
         f"with 8 bits in groups or with zero points; {_TO_NUMBERS}",
         severe=False,
-        capability=((8, 0), (99, 0)),
+        capabilities=_FROM_AMPERE,
     ),
     Fact(
         lambda form: form.kind == "integers" and form.activations,
@@ -374,19 +377,16 @@ FACTS = (
         "steps may take longer than with bfloat16 weights, which was not measured with 8 bits; for "
         "more than 64 tokens the activations are quantised to 8 bits, too",
         severe=False,
-        capability=((8, 0), (99, 0)),
+        capabilities=_FROM_AMPERE,
     ),
-    *(
-        Fact(
-            _is("blocks"),
-            "cuda",
-            "steps take longer than with bfloat16 weights: on an H200 one of a model of 8B weights "
-            "in Q4_K took 4.9 ms with 1 token, 5.2 with 8 and 12.9 with 32, against 3.9, 4.4 and "
-            "5.5, by the kernels that this GPU has; "
-            f"more than {MOST_GROUP_ROWS} tokens turn the weights into numbers first",
-            capability=capability,
-        )
-        for capability in (((8, 0), (9, 0)), ((9, 1), (99, 0)))
+    Fact(
+        _is("blocks"),
+        "cuda",
+        "steps take longer than with bfloat16 weights: on an H200 one of a model of 8B weights "
+        "in Q4_K took 4.9 ms with 1 token, 5.2 with 8 and 12.9 with 32, against 3.9, 4.4 and "
+        "5.5, by the kernels that this GPU has; "
+        f"more than {MOST_GROUP_ROWS} tokens turn the weights into numbers first",
+        capabilities=_BUT_HOPPER,
     ),
     Fact(
         _is("blocks"),
@@ -396,7 +396,7 @@ FACTS = (
         "against 3.9, 4.4 and 5.5; with weights of less than 2048 rows or columns, or of columns "
         "that are no multiple of 256, any may; "
         f"more than {MOST_GROUP_ROWS} tokens turn the weights into numbers first",
-        capability=((9, 0), (9, 1)),
+        capabilities=_HOPPER,
     ),
     Fact(
         _is("e4m3"),
@@ -404,15 +404,12 @@ FACTS = (
         "no kernel of a CPU multiplies e4m3; the weights are turned into numbers, which saves no "
         "memory",
     ),
-    *(
-        Fact(
-            _is("e4m3"),
-            "cuda",
-            "kernels of few rows are for compute capability 9.0; here the weights are turned into "
-            "numbers in each step, which takes time",
-            capability=capability,
-        )
-        for capability in (((1, 0), (9, 0)), ((9, 1), (99, 0)))
+    Fact(
+        _is("e4m3"),
+        "cuda",
+        "kernels of few rows are for compute capability 9.0; here the weights are turned into "
+        "numbers in each step, which takes time",
+        capabilities=(((1, 0), (9, 0)), ((9, 1), (99, 0))),
     ),
 )
 """All that is known. A later measurement belongs here and in the notes."""
@@ -439,7 +436,8 @@ def facts_of(
             continue
         if fact.widest is not None and hidden_size > fact.widest:
             continue
-        if fact.capability is None or (
-            capability is not None and fact.capability[0] <= capability < fact.capability[1]
+        if fact.capabilities is None or (
+            capability is not None
+            and any(first <= capability < end for first, end in fact.capabilities)
         ):
             yield fact
