@@ -43,7 +43,7 @@ Each ``--try`` is one or more settings, separated by spaces, measured against th
   with 0 as many as the driver chooses.
 - ``even=0``: programs of decode attention without a split are the last, and as many as there are.
 - ``turned=0``: no heads are columns of attention's products.
-- ``teams=0``: 4-bit codes have no programs of several warp groups that share x.
+- ``teams=0``: codes have no programs of several warp groups that share x.
 - ``chain=0``: no linears from one attention to the next are one launch; ``deals=0``: none
   of 8-bit floats deals out tiles of gate and up; ``last=0``: those behind the last attention are
   launched apart; ``shared=196``: a program in 8-bit floats takes so many KiB of shared memory.
@@ -286,7 +286,8 @@ def settings(text: str) -> Iterator[None]:
                     patch.object(fp8.Fp8Method, "scales_later", lambda self, layer, call: False)
                 )
             elif key == "teams" and values == "0":
-                stack.enter_context(patch.object(linear, "choose_teams_tile", lambda *_: None))
+                for chooser in ("choose_teams_tile", "choose_bytes_tile"):
+                    stack.enter_context(patch.object(linear, chooser, lambda *_: None))
             elif key == "chain":
                 most = int(values)
                 stack.enter_context(patch.object(chain, "MOST_ROWS", most))

@@ -44,6 +44,7 @@ from engine_core.kernels.linear.tiles import (
     PartsTile,
     Tile,
     choose_blocks_tile,
+    choose_bytes_tile,
     choose_codes_tile,
     choose_held_tile,
     choose_teams_tile,
@@ -135,11 +136,26 @@ def teams_linear(
     """A linear by 4-bit codes of a program of two or four warp groups."""
     n, k = {"gated": (28672, 4096), "added": (4096, 14336), "stored": (4096, 4096)}[ending]
     tile = choose_teams_tile(rows, n, k, ending == "gated", GPU.of_capability((9, 0)))
-    assert tile is not None
     scales = torch.zeros(k // 128, n, dtype=torch.float16)
     words = torch.zeros(n, k // 128, 32, dtype=torch.int16)
     zeros = scales.to(torch.int8) if has_zeros else None
-    weight, x = GroupWeight(words, scales, zeros, k, 128, dtype), undivided(rows, k, dtype)
+    by_teams(GroupWeight(words, scales, zeros, k, 128, dtype), tile, rows, ending, start)
+
+
+def bytes_linear(
+    rows: int, ending: str, dtype: torch.dtype, start: Start = Start.MULTIPLIED
+) -> None:
+    """A linear by 8-bit codes of a program of two or three warp groups."""
+    n, k = {"gated": (37888, 3584), "added": (4096, 14336), "stored": (6144, 4096)}[ending]
+    tile = choose_bytes_tile(rows, n, k, ending == "gated", GPU.of_capability((9, 0)))
+    words = torch.zeros(n, k // 128, 32, dtype=torch.int32)
+    by_teams(GroupWeight(words, torch.zeros(n), None, k, 0, dtype), tile, rows, ending, start)
+
+
+def by_teams(weight: GroupWeight, tile: Tile | None, rows: int, ending: str, start: Start) -> None:
+    assert tile is not None
+    n, k = weight.shape
+    x = undivided(rows, k, weight.dtype)
     assert teams.fits(x.values, weight)
     epilogue = epilogue_of(ending, rows, n, 128, x.values, tile, start)
     teams.linear(x.values if ending == "added" else x, weight, epilogue, tile)
@@ -268,6 +284,13 @@ LAUNCHES: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "teams-added-32": (teams_linear, (32, "added", BFLOAT16, False)),
     "teams-stored-17": (teams_linear, (17, "stored", FLOAT16)),
     "teams-waited-17": (teams_linear, (17, "stored", BFLOAT16, True, Start.WAITED)),
+    "bytes-gated-1": (bytes_linear, (1, "gated", BFLOAT16)),
+    "bytes-gated-64": (bytes_linear, (64, "gated", FLOAT16)),
+    "bytes-gated-128": (bytes_linear, (128, "gated", BFLOAT16)),
+    "bytes-added-32": (bytes_linear, (32, "added", FLOAT16)),
+    "bytes-added-256": (bytes_linear, (256, "added", BFLOAT16)),
+    "bytes-stored-16": (bytes_linear, (16, "stored", BFLOAT16)),
+    "bytes-waited-100": (bytes_linear, (100, "stored", BFLOAT16, Start.WAITED)),
     "blocks-gated-1": (blocks_linear, (1, "gated", "Q4_K", BFLOAT16)),
     "blocks-gated-8": (blocks_linear, (8, "gated", "Q4_K", BFLOAT16)),
     "blocks-added-4": (blocks_linear, (4, "added", "Q5_K", FLOAT16)),

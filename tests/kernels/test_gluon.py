@@ -38,6 +38,7 @@ from engine_core.kernels.linear.tiles import (
     ProductTile,
     Tile,
     choose_blocks_tile,
+    choose_bytes_tile,
     choose_codes_tile,
     choose_held_tile,
     choose_teams_tile,
@@ -388,6 +389,12 @@ PRODUCTS = (
 )
 
 
+def of_bytes(dtype: torch.dtype, device: str) -> GroupWeight:
+    """A weight ``[512, 4096]`` of 8 bits, whose form a trial's has."""
+    words = torch.zeros(512, 32, 32, dtype=torch.int32, device=device)
+    return GroupWeight(words, torch.zeros(512, device=device), None, 4096, 0, dtype)
+
+
 def of_codes(dtype: torch.dtype, device: str, *, zeros: bool) -> GroupWeight:
     """A weight ``[512, 4096]``, whose form a trial's has."""
     words = torch.zeros(512, 32, 32, dtype=torch.int16, device=device)
@@ -441,20 +448,25 @@ class OfEndings:
 
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize(
-    ("module", "zeros"), [("groups", True), ("groups", False), ("teams", True)]
+    ("module", "zeros"),
+    [("groups", True), ("groups", False), ("teams", True), ("teams", None)],
 )
 def test_linears_by_codes_are_tried_on_a_case_that_torch_solves(
     ending: str,
     module: str,
-    zeros: bool,
+    zeros: bool | None,
     launch_device: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Without a word on zeros codes have 8 bits."""
     tried, right = Tried(f"linear.{module}", tmp_path, monkeypatch), OfEndings(ending)
     rows, choose = (20, choose_teams_tile) if module == "teams" else (5, choose_codes_tile)
+    if zeros is None:
+        choose, of = choose_bytes_tile, of_bytes(torch.bfloat16, launch_device)
+    else:
+        of = of_codes(torch.bfloat16, launch_device, zeros=zeros)
     tile = choose(rows, 4096, 4096, False, HOPPER)
-    of = of_codes(torch.bfloat16, launch_device, zeros=zeros)
     like = torch.empty((rows, 4096), dtype=torch.bfloat16, device=launch_device)
     assert tried.trusts("linear", right, like, of, tile, ending)
     for part in right.parts:
@@ -576,6 +588,10 @@ def test_hoppers_own_kernels_pass_their_trials(
         gated = ending == "gated"
         return choose_teams_tile(rows, 28672 if gated else 4096, 4096, gated, HOPPER)
 
+    def bytes_of(rows: int, ending: str) -> Tile | None:
+        gated = ending == "gated"
+        return choose_bytes_tile(rows, 37888 if gated else 4096, 4096, gated, HOPPER)
+
     squares = torch.ones((1, 14), device="cuda")
     undivided = DeferredRMSNorm(like(1, 64)[0], squares, 1e-5)
     cases: list[tuple[ModuleType, tuple[Any, ...]]] = [
@@ -596,6 +612,11 @@ def test_hoppers_own_kernels_pass_their_trials(
             (teams, (like(rows, 4096)[0], weight, teams_of(rows, ending), ending))
             for ending in ENDINGS
             for rows in ((16, 32, 64, 72, 128) if ending == "gated" else (32, 100, 256))
+        ),
+        *(
+            (teams, (like(rows, 4096)[0], of_bytes(dtype, "cuda"), bytes_of(rows, ending), ending))
+            for ending in ENDINGS
+            for rows in (1, 32, 64, 100, 256)
         ),
         *(
             (blocks, (like(rows, 4096)[0], weight, few_of(rows, weight), ending))
@@ -637,7 +658,7 @@ def test_what_a_trial_allows_is_what_tests_allow() -> None:
 # Of each kernel the forms that differ most, each of which takes seconds.
 EACH_KIND = (
     *("heads-48", "gated-bias", "gated-odd", "segments-64", "codes-gated-1", "blocks-gated-1"),
-    *("teams-gated-32", "teams-gated-72"),
+    *("teams-gated-32", "teams-gated-72", "bytes-gated-1"),
     *("floats-gated-1", "floats-gated-16"),
     *("products-parts-96", "held-gated-8", "parts", "chain", "chain-codes"),
 )
@@ -647,6 +668,8 @@ MORE_FORMS = (
     *("gated-narrow", "gated-odd-widest", "gated-widest", "gated-odd-three"),
     *("teams-gated-2", "teams-gated-64", "teams-added-32", "teams-stored-17"),
     *("teams-gated-128", "teams-added-100", "teams-added-256"),
+    *("bytes-gated-64", "bytes-gated-128", "bytes-added-32", "bytes-added-256"),
+    *("bytes-stored-16", "bytes-waited-100"),
     *(
         "blocks-gated-8",
         "blocks-added-4",
@@ -675,6 +698,9 @@ EARLY_TILES = {
     **dict.fromkeys(("teams-gated-32", "teams-stored-17", "teams-waited-17"), 6),
     "teams-gated-64": 8,
     "teams-gated-2": 12,
+    **dict.fromkeys(("bytes-gated-1", "bytes-gated-64", "bytes-added-32", "bytes-added-256"), 2),
+    **dict.fromkeys(("bytes-stored-16", "bytes-waited-100"), 2),
+    "bytes-gated-128": 3,
     **dict.fromkeys(("gated-bias", "gated-narrow", "gated-undivided", "quick-gelu-bias"), 2),
     **dict.fromkeys(("gated-undivided-wide", "gated-three"), 2),
     **dict.fromkeys(("gated-odd", "gated-odd-widest", "gated-widest", "gated-odd-three"), 4),

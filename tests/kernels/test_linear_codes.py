@@ -1,9 +1,10 @@
-"""Linears by 4-bit codes in Hopper's own kernel: every end of it, and where it is used."""
+"""Linears by codes in Hopper's own kernels: every end of them, and where they are used."""
 
 from __future__ import annotations
 
 import importlib
 import random
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -19,10 +20,12 @@ from engine_core.kernels.block_linear import FORMS
 from engine_core.kernels.gpu import GPU
 from engine_core.kernels.linear import linear_add, linear_rotary_store
 from engine_core.kernels.linear.tiles import (
+    BYTES_STEP,
     CODES_BLOCK_N,
     BlockKind,
     Tile,
     choose_blocks_tile,
+    choose_bytes_tile,
     choose_codes_tile,
     choose_teams_tile,
 )
@@ -45,6 +48,10 @@ class Teams(NamedTuple):
     @property
     def k(self) -> int:
         return self.kind.k
+
+    @property
+    def step(self) -> int:
+        return BYTES_STEP if self.kind.bits == 8 else 256
 
 
 class Blocks(NamedTuple):
@@ -76,6 +83,13 @@ CASES = [
     (Teams(Kind(4, 128, False, 1280, torch.bfloat16), 2, most_rows=128), 200, 1, torch.float16),
     (Teams(Kind(4, 128, True, 1792), 2, most_rows=128), 127, 2, torch.bfloat16),
     (Teams(Kind(4, 128, True, 1792), 2, most_rows=128), 200, 2, torch.bfloat16),
+    # A scale for each row; the last step may be of a part of a block.
+    (Teams(Kind(8, 0, False, 1280, torch.float32), 2, 80), 11, 4, torch.bfloat16),
+    (Teams(Kind(8, 0, False, 272, torch.float32), 2, 80), 3, 1, torch.float16),
+    (Teams(Kind(8, 0, False, 1280), 2), 70, 2, torch.bfloat16),
+    (Teams(Kind(8, 0, False, 1328, torch.bfloat16), 2, most_rows=128), 66, 1, torch.bfloat16),
+    (Teams(Kind(8, 0, False, 1280, torch.float32), 2, most_rows=128), 200, 2, torch.float16),
+    (Teams(Kind(8, 0, False, 1280, torch.float32), 3, most_rows=128), 130, 2, torch.bfloat16),
     (Blocks("Q4_K", 1280), 11, 4, torch.bfloat16),
     (Integers("Q4_K", 1280), 1, 4, torch.bfloat16),
     (Integers("Q4_K", 2304), 8, 1, torch.float16),
@@ -105,7 +119,7 @@ on_hopper = pytest.mark.usefixtures("on_hopper")
 def tile_of(kind: Kind | Blocks | Teams, splits: int, gated: bool = False) -> Tile:
     if isinstance(kind, Teams):
         return Tile(
-            *(CODES_BLOCK_N // 2 if gated else CODES_BLOCK_N, 256, splits, "teams", 4, 2),
+            *(CODES_BLOCK_N // 2 if gated else CODES_BLOCK_N, kind.step, splits, "teams", 4, 2),
             least_rows=8 if kind.most_rows == 64 else kind.most_rows,
             most_rows=kind.most_rows,
             max_registers=kind.max_registers,
@@ -505,6 +519,98 @@ def test_teams_of_any_shape_fit_a_multiprocessor() -> None:
         assert of_team >= 168 or not tile.ahead
     bounded = {(2, 80, False), (2, 88, False)}
     assert seen == {(4, 0, False), (2, 0, False), (2, 0, True)} | bounded
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("rows", [1, 32, 100])
+def test_the_engines_linears_take_teams_for_8_bits(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not where rows are quantised, too."""
+    case = Case(Teams(Kind(8, 0, False, 4096, torch.float32), 2), rows, 4096, torch.bfloat16)
+    seen, launched = [], case.hopper.linear
+
+    def spy(x: Any, weight: GroupWeight, epilogue: Any, *more: Any) -> Tensor:
+        seen.append(type(epilogue).__name__)
+        out: Tensor = launched(x, weight, epilogue, *more)
+        return out
+
+    monkeypatch.setattr(case.hopper, "linear", spy)
+    norm_weight = (torch.rand(4096, device="cuda") + 0.5).bfloat16()
+
+    def chain() -> list[Tensor]:
+        x, residual, results = case.x, case.x.clone(), []
+        for _ in range(4):
+            normed, residual = linear_add(x, case.weight, None, residual, norm_weight, 1e-5)
+            x = linear(normed, case.weight)
+            results += [normed.values, residual, x, linear(x, case.weight, gated=True)]
+        return results
+
+    results = chain()
+    assert seen == ["Added", "Activated", "Activated"] * 4
+    case.check(results[1], case.x.double() @ case.numbers.T + case.x.double())
+    gate, up = (results[2].double() @ case.numbers.T).chunk(2, -1)
+    case.check(results[3], gate * torch.sigmoid(gate) * up, 2)
+    check_replays(chain, results)
+    seen.clear()
+    linear(case.x, case.weight, deterministic=True)
+    quantised = replace(case.weight, quantizes_rows=True)
+    many = linear(case.x.repeat(128, 1), quantised)
+    assert error(many[: len(case.x)], case.product - case.bias.double()) < 0.02
+    assert seen == []
+
+
+def test_where_bytes_by_teams_were_seen_to_be_faster() -> None:
+    """The measurements are in benchmarks/notes/quantisation.md."""
+
+    def chosen(n: int, k: int, gated: bool, gpu: GPU | None = HOPPER) -> list[tuple[int, ...]]:
+        tiles = (choose_bytes_tile(rows, n, k, gated, gpu) for rows in (1, 32, 64, 128, 256, 257))
+        return [() if tile is None else (tile.teams, tile.most_rows, tile.splits) for tile in tiles]
+
+    assert chosen(28672, 4096, True) == [
+        *((2, 16, 1), (2, 32, 1), (2, 64, 1), (2, 128, 1), (2, 128, 1), ()),
+    ]
+    assert chosen(37888, 3584, True)[3:5] == [(3, 128, 1), (3, 128, 1)]
+    assert chosen(4096, 14336, False) == [
+        *((2, 16, 8), (2, 32, 4), (2, 64, 4), (2, 128, 4), (2, 128, 2), ()),
+    ]
+    assert chosen(4096, 4096, False) == [
+        *((2, 16, 4), (2, 32, 4), (2, 64, 4), (2, 64, 2), (2, 64, 1), ()),
+    ]
+    # 33 to 64 rows of small weights, short ones, and such as make few programs.
+    assert chosen(2048, 2048, False)[2] == ()
+    assert chosen(4096, 896, False) == chosen(128, 2048, False) == [()] * 6
+    for gpu in (ADA, BLACKWELL, None):
+        assert chosen(28672, 4096, True, gpu) == [()] * 6
+
+
+def test_bytes_of_any_shape_fit_a_multiprocessor() -> None:
+    """Random weights. Registers are those of the whole launch; programs may share it."""
+    module: Any = importlib.import_module("engine_core.kernels.linear.teams.hopper.triton")
+    shapes, seen = random.Random(0), set()
+    for _ in range(5_000):
+        rows, n = shapes.randint(1, 256), 64 * shapes.randint(4, shapes.choice((160, 1024)))
+        k, gated = 8 * shapes.randint(256, 2048), shapes.random() < 0.5
+        tile = choose_bytes_tile(rows, n, k, gated, HOPPER)
+        if tile is None:
+            continue
+        seen.add((tile.teams, tile.most_rows, tile.max_registers))
+        assert tile.splits == 1 or not gated
+        assert k >= 512 * tile.splits
+        programs = 2 if tile.max_registers else 1
+        step = tile.teams * 64 * 128 + 2 * tile.most_rows * 128
+        # Results are brought to the order of their rows there, too.
+        results = tile.teams * 64 * tile.most_rows * 4 // (2 if gated else 1)
+        assert programs * (tile.num_stages * step + 1024) <= 227 * 1024
+        assert tile.num_stages * step + results // tile.teams + 1024 <= 227 * 1024
+        assert tile.num_stages >= 3
+        threads = 128 * (tile.teams + 1)
+        launched = tile.max_registers or 65536 // threads // 8 * 8
+        of_team = module._REGISTERS[tile.teams, tile.max_registers]
+        assert 128 * (tile.teams * of_team + 32) <= threads * launched <= 65536 // programs
+    few = {(2, rows, registers) for rows in (16, 32, 64) for registers in (0, 80)}
+    assert seen == few | {(2, 128, 0), (3, 128, 0)}
 
 
 def test_where_blocks_were_seen_to_be_faster() -> None:

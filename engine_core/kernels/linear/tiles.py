@@ -6,6 +6,7 @@ Another GPU gets a :class:`LinearTable` of its own in ``_TABLES``; without one i
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -538,6 +539,8 @@ def choose_group_tile(
 
 # Output columns of a program that multiplies by 4-bit codes on Hopper.
 CODES_BLOCK_N = 64
+# Columns of a step of 8-bit codes.
+BYTES_STEP = 128
 
 
 def choose_codes_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -> Tile | None:
@@ -673,6 +676,78 @@ def _teams_of_many_rows(rows: int, outputs: int, k: int, gated: bool, room: int)
                 teams=teams,
             )
             found.append((turns * run_us, tile))
+    return min(found, key=lambda each: each[0], default=(0.0, None))[1]
+
+
+# Microseconds on an H200 of a step of 128 columns of 8-bit codes by two teams with so many rows of
+# x, of programs that share a multiprocessor and of those that are alone, which have more tiles in
+# flight; and by so many teams with 128 rows.
+_BYTES_SHARED = {16: 0.6, 32: 0.83, 64: 0.94}
+_BYTES_ALONE = {16: 0.41, 32: 0.45, 64: 0.52}
+_BYTES_STEPS_OF_128 = {2: 0.85, 3: 1.2}
+# Of splitting K once more, and of each million of sums that splits leave.
+_BYTES_SPLIT, _BYTES_SUMS = 1.3, 2.7
+# Steps from which a program alone is faster, and the least part of the multiprocessors that has a
+# program. Bytes of tiles in flight, of programs that share a multiprocessor and alone.
+_BYTES_LONG, _BYTES_LEAST_SHARE = 14, 1 / 3
+_BYTES_FLIGHT = {2: 97 * 1024, 1: 197 * 1024}
+# Codes of a weight from which 33 to 64 rows take the tile.
+_BYTES_LEAST_CODES = 1 << 23
+
+
+def choose_bytes_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -> Tile | None:
+    """The tile of 8-bit codes with scales of whole rows by teams, or None where another takes less.
+
+    The one that takes least by turns of the multiprocessors and steps. us on an H200 with the tile
+    of :func:`choose_group_tile` and with this, 4, 32, 64, 128 and 256 rows: 28672x4096, gated,
+    45.9, 31.6; 54.0, 32.8; 54.0, 35.1; 102, 58.3; 199, 116. 4096x14336 27.4, 21.3; 28.2, 23.4;
+    36.3, 26.9; 49.2, 39.5; 76.4, 54.6. 4096x4096 14.9, 10.1; 15.6, 11.1; 17.5, 15.1; 24.4, 17.4;
+    29.8, 23.7. 6144x4096 16.0, 12.8; 18.3, 15.3; 22.8, 19.2; 31.3, 24.5; 47.7, 35.3. 2048x2048
+    7.1, 7.0; 9.5, 8.0; 9.7, 10.2 (left to the other); 14.3, 11.6; 17.3, 12.4.
+    """
+    if gpu is None or gpu.capability != (9, 0) or k < 2048 or k % 8:
+        return None
+    if not 0 < rows <= MOST_GROUP_ROWS or (32 < rows <= 64 and n * k < _BYTES_LEAST_CODES):
+        return None
+    return _bytes_tile(rows, n // 2 if gated else n, k, gated, gpu.num_multiprocessors)
+
+
+@functools.cache
+def _bytes_tile(rows: int, outputs: int, k: int, gated: bool, multiprocessors: int) -> Tile | None:
+    block_n = CODES_BLOCK_N // 2 if gated else CODES_BLOCK_N
+    few = min(64, max(16, 1 << (rows - 1).bit_length()))
+    forms = [(2, few, 2), (2, few, 1)]
+    if rows > 64:
+        forms += [(teams, 128, 1) for teams in _BYTES_STEPS_OF_128]
+    found: list[tuple[float, Tile]] = []
+    for (teams, block_m, neighbours), doubled in itertools.product(forms, range(1 if gated else 4)):
+        splits = 1 << doubled
+        programs = -(-outputs // (teams * block_n)) * -(-rows // block_m) * splits
+        steps = -(-k // (BYTES_STEP * splits))
+        if k < 512 * splits or programs < _BYTES_LEAST_SHARE * multiprocessors:
+            continue
+        alone = programs <= multiprocessors
+        if block_m == 128:
+            step_us = _BYTES_STEPS_OF_128[teams]
+        else:
+            # Alone the first tiles of the next launch do not come beside the last of this one.
+            long = alone and rows <= 64 and (block_m == 64 or steps >= _BYTES_LONG)
+            if long == (neighbours == 2):
+                continue
+            step_us = (_BYTES_ALONE if alone else _BYTES_SHARED)[block_m]
+        turns = -(-programs // (neighbours * multiprocessors))
+        sums = rows * outputs * splits / 1e6 if doubled else 0
+        us = turns * steps * step_us + doubled * _BYTES_SPLIT + sums * _BYTES_SUMS
+        step_bytes = BYTES_STEP * (teams * CODES_BLOCK_N + 2 * block_m)
+        tile = Tile(
+            *(block_n, BYTES_STEP, splits, "teams", 4),
+            min(6, _BYTES_FLIGHT[neighbours] // step_bytes),
+            least_rows=block_m,
+            most_rows=block_m,
+            max_registers=80 if neighbours == 2 else 0,
+            teams=teams,
+        )
+        found.append((us, tile))
     return min(found, key=lambda each: each[0], default=(0.0, None))[1]
 
 

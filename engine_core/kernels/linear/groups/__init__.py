@@ -330,11 +330,15 @@ class GroupWeight(CodedWeight):
         """Whether many rows are quantised too, as the checkpoint says."""
         return self.quantizes_rows
 
+    def quantizes(self, rows: int) -> bool:
+        """Whether so many are."""
+        return self.quantizes_rows and rows >= _LEAST_QUANTIZED
+
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """Of many rows that are quantised too, on a GPU."""
         n, k = self.shape
         rows = x.numel() // k
-        if not self.quantizes_rows or rows < _LEAST_QUANTIZED or not x.is_cuda or n % 8:
+        if not self.quantizes(rows) or not x.is_cuda or n % 8:
             return None
         from engine_core.kernels.linear.groups import triton
 

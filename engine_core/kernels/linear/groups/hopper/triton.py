@@ -359,22 +359,24 @@ def trial_of_codes(
     """
     draw = torch.Generator(like.device).manual_seed(0)
     n = 8 * tile.block_n
-    k = max(2, tile.splits) * max(tile.block_k, of.group_size)
+    # A split has more steps than are in flight.
+    k = tile.splits * (tile.num_stages + 1) * max(tile.block_k, of.group_size)
     groups = k // of.group_size if of.group_size else 1
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw, device=like.device).to(like.dtype)
 
     def codes(*shape: int) -> Tensor:
-        return torch.randint(16, shape, generator=draw, device=like.device, dtype=torch.uint8)
+        most = 2**of.bits
+        return torch.randint(most, shape, generator=draw, device=like.device, dtype=torch.uint8)
 
     def spread(values: Tensor) -> Tensor:
         return values.float().repeat_interleave(k // groups, 1)
 
     given, zeros = codes(n, k), codes(n, groups)
-    scales = ((normal(n, groups).float() / 8 + 1) / (16 * k**0.5)).to(of.scales.dtype)
-    weight = GroupWeight.of_codes(given, scales, 4, like.dtype, centred=of.centred)
-    numbers = given.float() - of.middle
+    scales = ((normal(n, groups).float() / 8 + 1) / (2**of.bits * k**0.5)).to(of.scales.dtype)
+    weight = GroupWeight.of_codes(given, scales, of.bits, like.dtype, centred=of.centred)
+    numbers = (given.view(torch.int8) if of.bits == 8 else given).float() - of.middle
     if of.zeros is not None:
         held = zeros.view(torch.int8).T.reshape(weight.scales.shape).contiguous()
         weight, numbers = replace(weight, zeros=held), given.float() - spread(zeros)

@@ -1,10 +1,11 @@
-"""Linears of up to 256 rows by 4-bit codes on Hopper, by teams: warp groups that share x, in Gluon.
+"""Linears of up to 256 rows by codes on Hopper, by teams: warp groups that share x, in Gluon.
 
-One warp brings tiles of x, codes, scales and zeros to shared memory, some steps ahead. Two or four
+One warp brings tiles of x, codes, scales and zeros to shared memory, some steps ahead. Two to four
 teams multiply, each 64 rows of the weight. With a team a program, as in
 :mod:`engine_core.kernels.linear.groups.hopper`, 32 rows of x are twice as many bytes from the L2
-cache as the codes are, and scales, which threads load, are waited for. Eight codes become numbers
-by 9 instructions, and not 11, and do so once for up to 128 rows of x.
+cache as the codes are, and scales, which threads load, are waited for. Eight codes of 4 bits become
+numbers by 9 instructions, and not 11, and do so once for up to 128 rows of x. Codes of 8 bits,
+whose scales are of whole rows, need 10, and their products no second sum.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from engine_core.kernels.linear.epilogues.hopper.triton import (
     Launch,
     ask_inverse,
     conclude,
+    output,
     rows_of_program,
     takes_rows,
 )
@@ -53,14 +55,14 @@ from engine_core.kernels.linear.reference import DeferredRMSNorm
 from engine_core.kernels.linear.tiles import Tile
 
 _FAMILY = Family(
-    "4-bit linears by teams",
-    "Steps of 2 to 64 rows take up to a tenth longer, of 65 to 256 up to half as long again",
+    "linears by teams of 4- and 8-bit weights",
+    "With 4 bits steps of 2 to 64 rows take up to a tenth longer, of 65 to 256 up to half as long "
+    "again; with 8 bits all do",
 )
 
 # Rows of the weight of a team, columns of a group, and words of the two groups of a step.
 _ROWS = gl.constexpr(64)
 _COLS = gl.constexpr(BLOCK)
-_WORDS = gl.constexpr(64)
 # Rows and columns of a box of x where more rows than these of a program are missing. Missing rows
 # are filled with zeros, which takes longer than reading rows. us of 28672 x 4096, gated, in a box
 # of 128 rows and in boxes of 32: 72 rows 68, 58; 80 rows 62, 57; 100 rows 57, 60; 128 rows 54, 58.
@@ -70,17 +72,19 @@ _MOST_MISSING = 32
 # Registers of a thread of the warp that loads, and of a team's, by teams and what a program's
 # threads may have on average. ptxas waits for each product if a team's are too few.
 _LOADS = gl.constexpr(32)
-_REGISTERS = {(2, 0): 208, (2, 80): 104, (2, 88): 112, (4, 0): 112}
+_REGISTERS = {(2, 0): 208, (2, 80): 104, (2, 88): 112, (3, 0): 152, (4, 0): 112}
 
 
 @gluon.constexpr_function
-def _words_layout(gated):
+def _words_layout(width, gated):
     """The words that a thread multiplies; with ``gated`` of a row of the gate and one of up."""
     if not gated:
-        return rows_layout(64, 64, 4, 2, 4)
+        return rows_layout(64, width, 4, 2, 4)
     registers = [[0, 1], [32, 0], [0, 8], [0, 16], [0, 32]]
+    if width == 32:
+        registers.pop()
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[8, 0], [16, 0]], [], [64, 64])
+    return gl.DistributedLinearLayout(registers, lanes, [[8, 0], [16, 0]], [], [64, width])
 
 
 @gluon.constexpr_function
@@ -102,33 +106,37 @@ def _load_weight(
         head, row = place_of(first + team, BLOCK_N, HEAD_DIM)
         at = stage * TEAMS + team
         load_box(codes_desc, codes, barrier, at, head, row, step, True)
-        load_box(scales_desc, scales, barrier, at, head, row, step, True)
+        if scales_desc is not None:
+            load_box(scales_desc, scales, barrier, at, head, row, step, True)
         if zeros_desc is not None:
             load_box(zeros_desc, zeros, barrier, at, head, row, step, True)
 
 
 @gluon.jit
-def _load_x(desc, x, barrier, stage, row, last, step, BLOCK_M: gl.constexpr):
+def _load_x(
+    desc, x, barrier, stage, row, last, step, BLOCK_M: gl.constexpr, RUNS: gl.constexpr
+):  # fmt: skip
     """Begin to load a step of BLOCK_M rows; for boxes beyond the ``last`` row the first again."""
     if desc.block_type.shape[0] < BLOCK_M:
         BOXES: gl.constexpr = BLOCK_M // _BOX_ROWS
-        for part in gl.static_range(2 * _COLS // _BOX_COLS):
-            column = step * (2 * _COLS) + part * _BOX_COLS
-            first = (stage * (2 * _COLS // _BOX_COLS) + part) * BOXES
+        for part in gl.static_range(RUNS * _COLS // _BOX_COLS):
+            column = step * (RUNS * _COLS) + part * _BOX_COLS
+            first = (stage * (RUNS * _COLS // _BOX_COLS) + part) * BOXES
             for box in gl.static_range(BOXES):
                 beyond = box * _BOX_ROWS * (row + box * _BOX_ROWS <= last).to(gl.int32)
                 tma_load(desc, [row + beyond, column], barrier, x.index(first + box))
     else:
         for half in gl.static_range(2):
-            tma_load(desc, [row, (step * 2 + half) * _COLS], barrier, x.index(stage * 2 + half))
+            at = stage * 2 + half
+            tma_load(desc, [row, (step * 2 + half) * (RUNS * _COLS // 2)], barrier, x.index(at))
 
 
 @gluon.jit
 def _load(
     codes_desc, scales_desc, zeros_desc, x_desc, codes, scales, zeros, x, full, empty, first, row,
     last, low, high, LATE: gl.constexpr, BYTES: gl.constexpr, TEAMS: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
-    PDL: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, RUNS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads."""
     # The weight is older than all kernels: its first tiles do not wait for x.
@@ -144,7 +152,7 @@ def _load(
     if LATE == 1:
         launch_dependents(PDL)
     for stage in range(preloaded):
-        _load_x(x_desc, x, full.index(stage), stage, row, last, low + stage, BLOCK_M)
+        _load_x(x_desc, x, full.index(stage), stage, row, last, low + stage, BLOCK_M, RUNS)
     stage = 0
     phase = 0
     for step in range(low + preloaded, high):
@@ -155,7 +163,7 @@ def _load(
             codes_desc, scales_desc, zeros_desc, codes, scales, zeros, barrier, stage, first, step,
             TEAMS, BLOCK_N, HEAD_DIM,
         )  # fmt: skip
-        _load_x(x_desc, x, barrier, stage, row, last, step, BLOCK_M)
+        _load_x(x_desc, x, barrier, stage, row, last, step, BLOCK_M, RUNS)
         stage += 1
         if stage == STAGES:
             stage = 0
@@ -184,26 +192,53 @@ def _scales(values, GATED: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _halves(words, GATED: gl.constexpr):
-    """The words of a step's two groups."""
-    found = words.load(_words_layout(GATED))
+def _words(words, GATED: gl.constexpr):
+    """The words of a step, in the order of products."""
+    found = words.load(_words_layout(words.shape[1], GATED))
     if GATED:
         found = _in_eights(found)
-    return found.reshape([_ROWS, 2, 32]).permute((0, 2, 1)).split()
+    return found
+
+
+@gluon.jit
+def _halves(words, GATED: gl.constexpr):
+    """The words of a step's two groups."""
+    return _words(words, GATED).reshape([_ROWS, 2, 32]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def _parted(values):
+    """Rows of the gate and of up, which lie in turn by eights."""
+    COLS: gl.constexpr = values.shape[1]
+    gate, up = values.reshape([4, 2, 8, COLS]).permute((0, 2, 3, 1)).split()
+    return gate.reshape([_ROWS // 2, COLS]), up.reshape([_ROWS // 2, COLS])
+
+
+@gluon.jit
+def _row_scales(
+    scales_ptr, unit, N, FACTOR: gl.constexpr, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """The scales of a team's outputs of N, one column, times FACTOR."""
+    in_tile = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
+    outs = output(unit, in_tile, BLOCK_N, HEAD_DIM)
+    found = gl.load(scales_ptr + gl.minimum(outs, N - 1)).to(gl.float32)
+    return gl.expand_dims(found * FACTOR, 1)
 
 
 @gluon.jit
 def _numbers(
     words, zeros, ELEMENT: gl.constexpr, ACC: gl.constexpr, ZEROS: gl.constexpr,
-    GATED: gl.constexpr, ASM: gl.constexpr, OPERANDS: gl.constexpr, ADDED: gl.constexpr,
-    ZERO_BITS: gl.constexpr,
+    GATED: gl.constexpr, DECODING: gl.constexpr,
 ):  # fmt: skip
     """The numbers ``[64, 128]`` of a group, in units of FACTOR."""
+    ASM: gl.constexpr = DECODING[0]
+    OPERANDS: gl.constexpr = DECODING[1]
     given = (words,)
     if ZEROS:
-        bits = _column(zeros, GATED).to(gl.int16) + ZERO_BITS
+        bits = _column(zeros, GATED).to(gl.int16) + DECODING[3]
         added = gl.inline_asm_elementwise(
-            ADDED, "=r,r", [bits], dtype=gl.int16, is_pure=True, pack=2
+            DECODING[2], "=r,r", [bits], dtype=gl.int16, is_pure=True, pack=2
         )
         added = gl.convert_layout(added, gl.SliceLayout(1, words.type.layout))
         added, _same = gl.broadcast(gl.expand_dims(added, 1), words)
@@ -215,8 +250,8 @@ def _numbers(
         )  # fmt: skip
     else:
         p0, p1, p2, p3 = gl.inline_asm_elementwise(
-            ASM, OPERANDS, given, (gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True,
-            pack=2,
+            ASM, OPERANDS, given, (gl.float16, gl.float16, gl.float16, gl.float16),
+            is_pure=True, pack=2,
         )  # fmt: skip
     # The last dimension says which two, the one before which of them.
     fours = gl.join(gl.join(p0, p1), gl.join(p2, p3))
@@ -225,30 +260,16 @@ def _numbers(
 
 
 @gluon.jit
-def _multiply(
-    TEAM: gl.constexpr, codes, scales, zeros, x, full, empty, epilogue, bias_ptr, squares_ptr,
-    partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K, low, high,
-    TEAMS: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, ASM: gl.constexpr, OPERANDS: gl.constexpr, ADDED: gl.constexpr,
-    ZERO_BITS: gl.constexpr, FACTOR: gl.constexpr, AHEAD: gl.constexpr, ZEROS: gl.constexpr,
-    KIND: gl.constexpr, SQUARES: gl.constexpr, HEAD_DIM: gl.constexpr, PDL: gl.constexpr,
+def _of_groups(
+    total, TEAM: gl.constexpr, codes, scales, zeros, x, full, empty, low, high,
+    TEAMS: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, DECODING: gl.constexpr,
+    AHEAD: gl.constexpr, ZEROS: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """A team, and what follows its products."""
-    GATED: gl.constexpr = epilogue.GATED
+    """The products of steps of two groups of 4-bit codes, each scaled."""
     ELEMENT: gl.constexpr = x.dtype
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_M, 16])
+    ACC: gl.constexpr = total.type.layout
     OF_ROW: gl.constexpr = gl.SliceLayout(1, ACC)
-    total = gl.zeros([_ROWS, BLOCK_M], gl.float32, ACC)
     nothing = total
-    # A division that the norm before left is asked for beside the first tiles, not behind the last.
-    # Of more rows it takes registers that are spilt then.
-    DIVIDES: gl.constexpr = SQUARES > 0 and SPLITS == 1 and BLOCK_M <= 32
-    inverse = 1.0
-    if DIVIDES:
-        wait(PDL)
-        inverse = ask_inverse(
-            squares_ptr, eps, block * BLOCK_M, num_rows, N, K, (BLOCK_M, BLOCK_N), SQUARES
-        )
     stage = 0
     phase = 0
     for _step in range(low, high):
@@ -256,10 +277,7 @@ def _multiply(
         at = stage * TEAMS + TEAM
         both = _halves(codes.index(at), GATED)
         scale = _scales(scales.index(at * 2), GATED, OF_ROW)
-        numbers = _numbers(
-            both[0], zeros.index(at * 2), ELEMENT, ACC, ZEROS, GATED, ASM, OPERANDS, ADDED,
-            ZERO_BITS,
-        )  # fmt: skip
+        numbers = _numbers(both[0], zeros.index(at * 2), ELEMENT, ACC, ZEROS, GATED, DECODING)
         values = x.index(stage * 2).permute((1, 0))
         begun = (
             warpgroup_mma(numbers, values, nothing, use_acc=False, is_async=True),
@@ -271,10 +289,7 @@ def _multiply(
         if BLOCK_M > 32:
             # Registers are few: words wait in shared memory.
             both = _halves(codes.index(at), GATED)
-        more = _numbers(
-            both[1], zeros.index(at * 2 + 1), ELEMENT, ACC, ZEROS, GATED, ASM, OPERANDS, ADDED,
-            ZERO_BITS,
-        )  # fmt: skip
+        more = _numbers(both[1], zeros.index(at * 2 + 1), ELEMENT, ACC, ZEROS, GATED, DECODING)
         values = x.index(stage * 2 + 1).permute((1, 0))
         second = (
             warpgroup_mma(more, values, nothing, use_acc=False, is_async=True),
@@ -292,22 +307,116 @@ def _multiply(
         if stage == STAGES:
             stage = 0
             phase ^= 1
-    total *= FACTOR
+    return total
+
+
+@gluon.jit
+def _numbers_of_bytes(words, ELEMENT: gl.constexpr, ACC: gl.constexpr, ASM: gl.constexpr):
+    """The numbers ``[64, 64]`` of two of each word's codes of 8 bits, in units of FACTOR."""
+    if ELEMENT.is_bf16():
+        p0, p1 = gl.inline_asm_elementwise(
+            ASM, "=r,=r,r,r", (words,), (gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+        )
+    else:
+        p0, p1 = gl.inline_asm_elementwise(
+            ASM, "=r,=r,r,r", (words,), (gl.float16, gl.float16), is_pure=True, pack=2
+        )
+    numbers = gl.join(p0, p1).permute((0, 2, 1)).reshape([_ROWS, _COLS // 2])
+    return gl.convert_layout(numbers, gl.DotOperandLayout(0, ACC, 2))
+
+
+@gluon.jit
+def _of_rows(
+    total, TEAM: gl.constexpr, codes, x, full, empty, low, high, TEAMS: gl.constexpr,
+    STAGES: gl.constexpr, DECODING: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    """The products of steps of 128 codes of 8 bits, whose scales are of whole rows."""
+    ELEMENT: gl.constexpr = x.dtype
+    ACC: gl.constexpr = total.type.layout
+    LOW: gl.constexpr = DECODING[0]
+    HIGH: gl.constexpr = DECODING[1]
+    stage = 0
+    phase = 0
+    for _step in range(low, high):
+        mbarrier.wait(full.index(stage), phase)
+        at = stage * TEAMS + TEAM
+        # Half of each word's codes become numbers while the other half is multiplied.
+        numbers = _numbers_of_bytes(_words(codes.index(at), GATED), ELEMENT, ACC, LOW)
+        values = x.index(stage * 2).permute((1, 0))
+        begun = (warpgroup_mma(numbers, values, total, is_async=True), numbers)
+        # Registers are few: words wait in shared memory.
+        more = _numbers_of_bytes(_words(codes.index(at), GATED), ELEMENT, ACC, HIGH)
+        total, _read = warpgroup_mma_wait(0, deps=begun)
+        values = x.index(stage * 2 + 1).permute((1, 0))
+        begun = (warpgroup_mma(more, values, total, is_async=True), more)
+        total, _read = warpgroup_mma_wait(0, deps=begun)
+        sync_threads()
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    return total
+
+
+@gluon.jit
+def _multiply(
+    TEAM: gl.constexpr, codes, scales, zeros, x, full, empty, epilogue, bias_ptr, squares_ptr,
+    partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K, low, high,
+    TEAMS: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, DECODING: gl.constexpr, FACTOR: gl.constexpr, AHEAD: gl.constexpr,
+    ZEROS: gl.constexpr, RUNS: gl.constexpr, KIND: gl.constexpr, SQUARES: gl.constexpr,
+    HEAD_DIM: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """A team, and what follows its products."""
+    GATED: gl.constexpr = epilogue.GATED
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_M, 16])
+    total = gl.zeros([_ROWS, BLOCK_M], gl.float32, ACC)
+    unit = first + TEAM
+    scale = 1.0
+    up_scale = 1.0
+    if RUNS == 1:
+        # They are older than all kernels, and asked for beside the first tiles.
+        if GATED:
+            gates, _ups = _parted(total)
+            OF_GATE: gl.constexpr = gates.type.layout
+            scale = _row_scales(scales, unit, N, FACTOR, OF_GATE, BLOCK_N, 0)
+            up_scale = _row_scales(scales + N, unit, N, FACTOR, OF_GATE, BLOCK_N, 0)
+        else:
+            scale = _row_scales(scales, unit, N, FACTOR, ACC, BLOCK_N, HEAD_DIM)
+    # A division that the norm before left is asked for beside the first tiles, not behind the last.
+    # Of more rows it takes registers that are spilt then.
+    DIVIDES: gl.constexpr = SQUARES > 0 and SPLITS == 1 and BLOCK_M <= 32
+    inverse = 1.0
+    if DIVIDES:
+        wait(PDL)
+        inverse = ask_inverse(
+            squares_ptr, eps, block * BLOCK_M, num_rows, N, K, (BLOCK_M, BLOCK_N), SQUARES
+        )
+    if RUNS == 1:
+        total = _of_rows(
+            total, TEAM, codes, x, full, empty, low, high, TEAMS, STAGES, DECODING, GATED
+        )
+    else:
+        total = _of_groups(
+            total, TEAM, codes, scales, zeros, x, full, empty, low, high, TEAMS, STAGES, BLOCK_M,
+            DECODING, AHEAD, ZEROS, GATED,
+        )  # fmt: skip
+        total *= FACTOR
     if DIVIDES:
         total *= gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(0, ACC)), 0)
     if epilogue.LATE == 2:
         launch_dependents(PDL)
     # What follows reads what the kernels before wrote.
     wait(PDL)
-    unit = first + TEAM
     if unit < units:
         result = total
         up = total
         if GATED:
-            fours = total.reshape([4, 2, 8, BLOCK_M]).permute((0, 2, 3, 1))
-            gate, of_up = fours.split()
-            result = gate.reshape([_ROWS // 2, BLOCK_M])
-            up = of_up.reshape([_ROWS // 2, BLOCK_M])
+            result, up = _parted(total)
+        if RUNS == 1:
+            result *= scale
+            up *= up_scale
         conclude(
             epilogue, result, up, bias_ptr, squares_ptr, partial_ptr, arrivals_ptr, eps, unit,
             split, block, num_rows, N, K, SPLITS, BLOCK_M, BLOCK_N, KIND,
@@ -321,6 +430,7 @@ def _linear_kernel(
     scales_desc,
     zeros_desc,
     x_desc,
+    row_scales_ptr,
     epilogue,
     bias_ptr,
     squares_ptr,
@@ -332,10 +442,7 @@ def _linear_kernel(
     K,
     steps,
     units,
-    ASM: gl.constexpr,
-    OPERANDS: gl.constexpr,
-    ADDED: gl.constexpr,
-    ZERO_BITS: gl.constexpr,
+    DECODING: gl.constexpr,
     FACTOR: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -344,6 +451,7 @@ def _linear_kernel(
     AHEAD: gl.constexpr,
     SPLITS: gl.constexpr,
     STAGES: gl.constexpr,
+    RUNS: gl.constexpr,
     KIND: gl.constexpr,
     SQUARES: gl.constexpr,
     PDL: gl.constexpr,
@@ -357,24 +465,29 @@ def _linear_kernel(
     HEAD_DIM: gl.constexpr = epilogue.HEAD_DIM if KIND == "stored" else 0
     ZEROS: gl.constexpr = zeros_desc is not None
     BOXES: gl.constexpr = STAGES * TEAMS
-    OF_GROUP: gl.constexpr = scales_desc.dtype.primitive_bitwidth // 8 + (1 if ZEROS else 0)
-    BYTES: gl.constexpr = TEAMS * _ROWS * (128 + 2 * OF_GROUP) + 2 * BLOCK_M * _COLS * 2
+    OF_SCALE: gl.constexpr = 0 if RUNS == 1 else scales_desc.dtype.primitive_bitwidth // 8
+    OF_ROW: gl.constexpr = 128 + RUNS * (OF_SCALE + (1 if ZEROS else 0))
+    BYTES: gl.constexpr = TEAMS * _ROWS * OF_ROW + RUNS * BLOCK_M * _COLS * 2
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32 // RUNS, rank=2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     # As boxes of the weight, and as rows: of the gate and of up, or of both halves of a head.
     codes_boxes = room(codes_desc, BOXES)
-    codes = reinterpret(codes_boxes, gl.int16, [BOXES, _ROWS, _WORDS], SWIZZLED)
-    scales_boxes = room(scales_desc, BOXES)
-    scales = reinterpret(scales_boxes, scales_desc.dtype, [BOXES * 2, _ROWS, 1], PLAIN)
+    codes = reinterpret(codes_boxes, codes_desc.dtype, [BOXES, _ROWS, 32 * RUNS], WORDS)
+    scales_boxes = codes_boxes
+    scales = row_scales_ptr
+    if scales_desc is not None:
+        scales_boxes = room(scales_desc, BOXES)
+        scales = reinterpret(scales_boxes, scales_desc.dtype, [BOXES * 2, _ROWS, 1], PLAIN)
     zeros_boxes = scales_boxes
     zeros = scales
     if ZEROS:
         zeros_boxes = room(zeros_desc, BOXES)
         zeros = reinterpret(zeros_boxes, gl.int8, [BOXES * 2, _ROWS, 1], PLAIN)
-    x = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, BLOCK_M, _COLS], SWIZZLED)
+    x = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, BLOCK_M, RUNS * _COLS // 2], SWIZZLED)
     x_boxes = x
     if x_desc.block_type.shape[0] < BLOCK_M:
-        IN_STEP: gl.constexpr = BLOCK_M // _BOX_ROWS * (2 * _COLS // _BOX_COLS)
+        IN_STEP: gl.constexpr = BLOCK_M // _BOX_ROWS * (RUNS * _COLS // _BOX_COLS)
         shape: gl.constexpr = [STAGES * IN_STEP, _BOX_ROWS, _BOX_COLS]
         x_boxes = reinterpret(x, x_desc.dtype, shape, SWIZZLED)
     single: gl.constexpr = mbarrier.MBarrierLayout()
@@ -394,35 +507,67 @@ def _linear_kernel(
                 (_multiply, (
                     0, codes, scales, zeros, x, full, empty, epilogue, bias_ptr, squares_ptr,
                     partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K,
-                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, ASM, OPERANDS, ADDED,
-                    ZERO_BITS, FACTOR, AHEAD, ZEROS, KIND, SQUARES, HEAD_DIM, PDL,
+                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, DECODING, FACTOR, AHEAD,
+                    ZEROS, RUNS, KIND, SQUARES, HEAD_DIM, PDL,
                 )),
                 (_multiply, (
                     1, codes, scales, zeros, x, full, empty, epilogue, bias_ptr, squares_ptr,
                     partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K,
-                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, ASM, OPERANDS, ADDED,
-                    ZERO_BITS, FACTOR, AHEAD, ZEROS, KIND, SQUARES, HEAD_DIM, PDL,
+                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, DECODING, FACTOR, AHEAD,
+                    ZEROS, RUNS, KIND, SQUARES, HEAD_DIM, PDL,
                 )),
                 (_multiply, (
                     2, codes, scales, zeros, x, full, empty, epilogue, bias_ptr, squares_ptr,
                     partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K,
-                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, ASM, OPERANDS, ADDED,
-                    ZERO_BITS, FACTOR, AHEAD, ZEROS, KIND, SQUARES, HEAD_DIM, PDL,
+                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, DECODING, FACTOR, AHEAD,
+                    ZEROS, RUNS, KIND, SQUARES, HEAD_DIM, PDL,
                 )),
                 (_multiply, (
                     3, codes, scales, zeros, x, full, empty, epilogue, bias_ptr, squares_ptr,
                     partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K,
-                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, ASM, OPERANDS, ADDED,
-                    ZERO_BITS, FACTOR, AHEAD, ZEROS, KIND, SQUARES, HEAD_DIM, PDL,
+                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, DECODING, FACTOR, AHEAD,
+                    ZEROS, RUNS, KIND, SQUARES, HEAD_DIM, PDL,
                 )),
                 (_load, (
                     codes_desc, scales_desc, zeros_desc, x_desc, codes_boxes, scales_boxes,
                     zeros_boxes, x_boxes, full, empty, first, block * BLOCK_M, num_rows - 1, low,
-                    high, epilogue.LATE, BYTES, TEAMS, STAGES, BLOCK_M, BLOCK_N, HEAD_DIM, PDL,
+                    high, epilogue.LATE, BYTES, TEAMS, STAGES, BLOCK_M, BLOCK_N, RUNS, HEAD_DIM,
+                    PDL,
                 )),
             ],
             [4, 4, 4, 1],
             [REGISTERS, REGISTERS, REGISTERS, _LOADS],
+        )  # fmt: skip
+    elif TEAMS == 3:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    0, codes, scales, zeros, x, full, empty, epilogue, bias_ptr, squares_ptr,
+                    partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K,
+                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, DECODING, FACTOR, AHEAD,
+                    ZEROS, RUNS, KIND, SQUARES, HEAD_DIM, PDL,
+                )),
+                (_multiply, (
+                    1, codes, scales, zeros, x, full, empty, epilogue, bias_ptr, squares_ptr,
+                    partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K,
+                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, DECODING, FACTOR, AHEAD,
+                    ZEROS, RUNS, KIND, SQUARES, HEAD_DIM, PDL,
+                )),
+                (_multiply, (
+                    2, codes, scales, zeros, x, full, empty, epilogue, bias_ptr, squares_ptr,
+                    partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K,
+                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, DECODING, FACTOR, AHEAD,
+                    ZEROS, RUNS, KIND, SQUARES, HEAD_DIM, PDL,
+                )),
+                (_load, (
+                    codes_desc, scales_desc, zeros_desc, x_desc, codes_boxes, scales_boxes,
+                    zeros_boxes, x_boxes, full, empty, first, block * BLOCK_M, num_rows - 1, low,
+                    high, epilogue.LATE, BYTES, TEAMS, STAGES, BLOCK_M, BLOCK_N, RUNS, HEAD_DIM,
+                    PDL,
+                )),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, _LOADS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -430,19 +575,20 @@ def _linear_kernel(
                 (_multiply, (
                     0, codes, scales, zeros, x, full, empty, epilogue, bias_ptr, squares_ptr,
                     partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K,
-                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, ASM, OPERANDS, ADDED,
-                    ZERO_BITS, FACTOR, AHEAD, ZEROS, KIND, SQUARES, HEAD_DIM, PDL,
+                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, DECODING, FACTOR, AHEAD,
+                    ZEROS, RUNS, KIND, SQUARES, HEAD_DIM, PDL,
                 )),
                 (_multiply, (
                     1, codes, scales, zeros, x, full, empty, epilogue, bias_ptr, squares_ptr,
                     partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K,
-                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, ASM, OPERANDS, ADDED,
-                    ZERO_BITS, FACTOR, AHEAD, ZEROS, KIND, SQUARES, HEAD_DIM, PDL,
+                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, DECODING, FACTOR, AHEAD,
+                    ZEROS, RUNS, KIND, SQUARES, HEAD_DIM, PDL,
                 )),
                 (_load, (
                     codes_desc, scales_desc, zeros_desc, x_desc, codes_boxes, scales_boxes,
                     zeros_boxes, x_boxes, full, empty, first, block * BLOCK_M, num_rows - 1, low,
-                    high, epilogue.LATE, BYTES, TEAMS, STAGES, BLOCK_M, BLOCK_N, HEAD_DIM, PDL,
+                    high, epilogue.LATE, BYTES, TEAMS, STAGES, BLOCK_M, BLOCK_N, RUNS, HEAD_DIM,
+                    PDL,
                 )),
             ],
             [4, 1],
@@ -454,16 +600,18 @@ def fits(x: Tensor, weight: GroupWeight) -> bool:
     """Whether :func:`linear` takes tensors of these shapes and places."""
     n, k = weight.shape
     values = [weight.words, weight.scales] + ([] if weight.zeros is None else [weight.zeros])
+    if weight.bits == 8:
+        kind = weight.group_size == 0 and weight.zeros is None
+    else:
+        # Steps are of two groups; zeros of halves come by 16 bytes at least.
+        kind = weight.bits == 4 and weight.group_size == BLOCK
+        kind = kind and n % 32 == 0 and k % (2 * BLOCK) == 0
     return (
         takes_rows(x)
+        and kind
         and weight.dtype == x.dtype
-        and weight.bits == 4
-        and weight.group_size == BLOCK
         and weight.minima is None
         and weight.headers is None
-        # Steps are of two groups; zeros of halves come by 16 bytes at least.
-        and n % 32 == 0
-        and k % (2 * BLOCK) == 0
         and all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in values)
     )
 
@@ -489,8 +637,8 @@ def is_trusted(like: Tensor, weight: GroupWeight, tile: Tile, ending: str) -> bo
 
 
 @functools.cache
-def _decoding(element: str, zero: float | None) -> tuple[str, str, str, int, float]:
-    """Instructions for codes, their operands, those for zeros, what these begin from, and a factor.
+def _decoding(element: str, zero: float | None) -> tuple[tuple[str, str, str, int], float]:
+    """Instructions for codes, their operands, those for zeros, what these begin from; and a factor.
 
     Four bits in the lowest place of a number whose exponent is 0 are that many of the smallest
     numbers there are; in the next place they are 16 times as many. A product makes both what they
@@ -521,7 +669,33 @@ def _decoding(element: str, zero: float | None) -> tuple[str, str, str, int, flo
         f" fma.rn.{kind} $0, $1, u, t; }}"
     )
     operands = "=r,=r,=r,=r,r" + (",r" if zero is None else "")
-    return "{\n" + "\n".join(lines) + "\n}", operands, added, bits - 0x10000, 2.0**shift
+    return ("{\n" + "\n".join(lines) + "\n}", operands, added, bits - 0x10000), 2.0**shift
+
+
+@functools.cache
+def _decoding_of_bytes(element: str) -> tuple[tuple[str, str], float]:
+    """Instructions for the low and for the high two of a word's 8-bit codes; and a factor.
+
+    As in :func:`_decoding`. From 0 on 8 bits, too, are that many of the smallest numbers, for those
+    whose exponent is 1 are as far apart as those whose exponent is 0. 128 is what stands for 0.
+    """
+    kind, most, shift = {
+        "bfloat16": ("bf16x2", 0x7F00, 6),
+        "float16": ("f16x2", 0x7800, 9),
+    }[element]
+    pair = torch.tensor([-128 / 2**shift] * 2).to(getattr(torch, element))
+    least = int(pair.view(torch.int32)) & 0xFFFFFFFF
+    low, high = (
+        "{ .reg .b32 t, p0, p1, a, z;"
+        f" mov.b32 a, {most * 0x10001:#x}; mov.b32 z, {least:#x};"
+        f" prmt.b32 t, $2, $3, {bytes_:#x};"
+        # (t & 0x00ff00ff) ^ 0x00800080: every other byte, from 0 on.
+        " lop3.b32 p0, t, 0x00ff00ff, 0x00800080, 0x6a; shr.u32 t, t, 8;"
+        " lop3.b32 p1, t, 0x00ff00ff, 0x00800080, 0x6a;"
+        f" fma.rn.{kind} $0, p0, a, z; fma.rn.{kind} $1, p1, a, z; }}"
+        for bytes_ in (0x5410, 0x7632)
+    )
+    return (low, high), 2.0**shift
 
 
 def linear(
@@ -538,33 +712,36 @@ def linear(
     """
     launch = Launch.of(x, len(weight), epilogue, tile, bias)
     boxes = Boxes.of(launch, epilogue, len(weight), tile.block_n)
-    zero = float(weight.middle) if weight.zeros is None else None
-    asm, operands, added, zero_bits, factor = _decoding(
-        str(weight.dtype).removeprefix("torch."), zero
-    )
+    element = str(weight.dtype).removeprefix("torch.")
+    runs = 8 // weight.bits
+    decoding: tuple[Any, ...]
+    if runs == 1:
+        decoding, factor = _decoding_of_bytes(element)
+    else:
+        zero = float(weight.middle) if weight.zeros is None else None
+        decoding, factor = _decoding(element, zero)
     units, splits, blocks = launch.grid
-    box = [launch.block_m, _COLS.value]
+    box = [launch.block_m, runs * _COLS.value // 2]
     if _comes_in_boxes(len(launch.rows), launch.block_m):
         box = [_BOX_ROWS.value, _BOX_COLS.value]
     _linear_kernel[(-(-units // tile.teams), splits, blocks)](
-        boxes.along(weight.words, _WORDS.value, 1),
-        boxes.across(weight.scales, 2),
+        boxes.along(weight.words, 128 // weight.words.itemsize, 1),
+        boxes.across(weight.scales, 2) if weight.group_size else None,
         None if weight.zeros is None else boxes.across(weight.zeros, 2),
         TensorDescriptor.from_tensor(launch.rows, box, gl.NVMMASharedLayout(128, 16, rank=2)),
+        None if weight.group_size else weight.scales,
         *launch.given,
         weight.in_features,
-        weight.in_features // (2 * BLOCK),
+        -(-weight.in_features // (runs * BLOCK)),
         units,
-        ASM=asm,
-        OPERANDS=operands,
-        ADDED=added,
-        ZERO_BITS=zero_bits,
+        DECODING=decoding,
         FACTOR=factor,
         BLOCK_N=tile.block_n,
         TEAMS=tile.teams,
         REGISTERS=_REGISTERS[tile.teams, tile.max_registers],
         AHEAD=tile.ahead,
         STAGES=tile.num_stages,
+        RUNS=runs,
         **launch.constants,
         **pdl_options(launch.rows.device),
     )
