@@ -36,6 +36,7 @@ class Tile:
         least_rows: rows that x is filled up to at least. From 64 on Hopper's matrix units read the
             first operand from shared memory.
         most_rows: rows of a program at most.
+        more_rows: those of a second product of "teams", whose programs have all rows then.
         max_registers: of a thread; 0 for as many as there are.
         ahead: whether products of codes begin before those of the group before are added.
         teams: warp groups of a program that share x, each with ``block_n`` columns; 0 but of
@@ -54,6 +55,7 @@ class Tile:
     max_registers: int = 0
     ahead: bool = False
     teams: int = 0
+    more_rows: int = 0
 
 
 class ProductTile(NamedTuple):
@@ -580,18 +582,21 @@ def choose_codes_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -
 
 # Programs of teams that have room at once: the least share that has to be there.
 _TEAMS_SHARE = 0.8
+# Rows of a program of teams with two products, each of a power of 2.
+_TWO_PRODUCTS = {48: (32, 16), 96: (64, 32), 192: (128, 64)}
 # Microseconds on an H200 of a step of 256 columns by so many teams with so many rows of x, of a
 # program's beginning and end, and of splitting K once more; and the least part of the
 # multiprocessors that has a program.
-_TEAMS_STEPS = {(2, 64): 0.85, (2, 128): 1.5, (4, 64): 1.7}
+_TEAMS_STEPS = {(2, 64): 0.85, (2, 96): 1.25, (2, 128): 1.5, (4, 64): 1.7}
 _TEAMS_BEGIN, _TEAMS_SPLIT, _TEAMS_LEAST_SHARE = 7.0, 3.0, 0.45
 
 
 def choose_teams_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -> Tile | None:
     """The tile of 4-bit codes by teams, or None where another takes less.
 
-    For more than 64 rows :func:`_teams_of_many_rows` says which. For fewer it is None where teams
-    were not seen to be faster by the times of Llama 3 8B's linears on an H200, us with the tile of
+    For more than 64 rows :func:`_teams_of_many_rows` says which, and for more than 32 of a gated
+    weight that has not nearly one program a multiprocessor. Else it is None where teams were not
+    seen to be faster by the times of Llama 3 8B's linears on an H200, us with the tile of
     :func:`choose_codes_tile` and with this. 28672x4096, gated: 16 rows 24.6, 19.1; 32 rows 25.6,
     21.1; 64 rows 54.7 (with the tile of :func:`choose_group_tile`), 40.4. 32 rows by 4096x14336
     16.9, 13.9; by 4096x4096 7.8, 7.2; but by 6144x4096 8.5, 9.3 at best, and 16 rows by 4096x14336
@@ -634,7 +639,8 @@ def choose_teams_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -
         return None
     programs = splits * -(-outputs // (teams * block_n))
     if not _TEAMS_SHARE * room <= programs <= room:
-        return None
+        many = gated and rows > 32
+        return _teams_of_many_rows(rows, outputs, k, gated, room) if many else None
     return Tile(
         *(block_n, 256, splits, "teams", 4, stages),
         least_rows=least,
@@ -647,19 +653,25 @@ def choose_teams_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -
 
 @functools.cache
 def _teams_of_many_rows(rows: int, outputs: int, k: int, gated: bool, room: int) -> Tile | None:
-    """The tile of more than 64 rows that takes the least time, by turns of the multiprocessors.
+    """The tile of many rows that takes the least time, by turns of the multiprocessors.
 
     A program reads and converts its part of the weight once for all of its rows: us of Llama 3 8B's
     linears on an H200 with the tile of :func:`choose_group_tile`, whose programs have 64, and with
     this: 28672x4096, gated: 128 rows 104, 54; 256 rows 201, 109. 4096x14336 57.9, 33.9; 88.6, 52.8.
-    4096x4096 25.3, 16.4; 32.4, 21.3. 6144x4096 39.4, 22.7; 49.5, 35.9.
+    4096x4096 25.3, 16.4; 32.4, 21.3. 6144x4096 39.4, 22.7; 49.5, 35.9. 80 rows by 28672x4096 with
+    128 rows of a program and with 64 and 32 in two products 55.5, 48.7; by 37888x3584 72.9, 64.3;
+    by 4096x14336 35.0, 30.3. 48 rows by 37888x3584 with the tile of :func:`choose_group_tile` and
+    with these 89.2, 50.8, by 16384x2048 19.6, 12.3.
     """
     found: list[tuple[float, Tile]] = []
-    for (teams, block_m), step_us in _TEAMS_STEPS.items():
-        if teams > 2 and not gated:
+    for (teams, of_program), step_us in _TEAMS_STEPS.items():
+        block_m, more = _TWO_PRODUCTS.get(of_program, (of_program, 0))
+        if (teams > 2 and not gated) or (more and rows > of_program):
+            continue
+        if rows <= 64 < of_program:
             continue
         block_n = CODES_BLOCK_N // 2 if gated else CODES_BLOCK_N
-        tiles = -(-outputs // (teams * block_n)) * -(-rows // block_m)
+        tiles = -(-outputs // (teams * block_n)) * -(-rows // of_program)
         for doubled in range(1 if gated else 3):
             splits = 1 << doubled
             turns = -(-tiles * splits // room)
@@ -667,30 +679,32 @@ def _teams_of_many_rows(rows: int, outputs: int, k: int, gated: bool, room: int)
             if k < 1024 * splits or tiles * splits < _TEAMS_LEAST_SHARE * room:
                 continue
             # More numbers of a program leave no room for a third tile in flight or products ahead.
-            small = teams * block_m == 128
+            small = teams * of_program == 128
             tile = Tile(
                 *(block_n, 256, splits, "teams", 4, 3 if small else 2),
                 least_rows=block_m,
                 most_rows=block_m,
                 ahead=small,
                 teams=teams,
+                more_rows=more,
             )
             found.append((turns * run_us, tile))
     return min(found, key=lambda each: each[0], default=(0.0, None))[1]
 
 
 # Microseconds on an H200 of a step of 128 columns of 8-bit codes by two teams with so many rows of
-# x, of programs that share a multiprocessor and of those that are alone, which have more tiles in
-# flight; and by so many teams with 128 rows.
-_BYTES_SHARED = {16: 0.6, 32: 0.83, 64: 0.94}
-_BYTES_ALONE = {16: 0.41, 32: 0.45, 64: 0.52}
-_BYTES_STEPS_OF_128 = {2: 0.85, 3: 1.2}
+# x, of programs that share a multiprocessor; of those that are alone, which have more tiles in
+# flight; and of three teams.
+_BYTES_SHARED = {16: 0.6, 32: 0.83, 48: 0.9, 64: 0.94, 96: 1.32}
+_BYTES_ALONE = {16: 0.41, 32: 0.45, 48: 0.55, 64: 0.52, 96: 0.8, 128: 0.85, 192: 1.2}
+_BYTES_OF_THREE = {96: 1.1, 128: 1.25}
 # Of splitting K once more, and of each million of sums that splits leave.
 _BYTES_SPLIT, _BYTES_SUMS = 1.3, 2.7
-# Steps from which a program alone is faster, and the least part of the multiprocessors that has a
-# program. Bytes of tiles in flight, of programs that share a multiprocessor and alone.
+# Steps from which a program is faster that leaves another no room, and the least part of the
+# multiprocessors that has a program. Bytes of tiles in flight, by teams and programs that share a
+# multiprocessor.
 _BYTES_LONG, _BYTES_LEAST_SHARE = 14, 1 / 3
-_BYTES_FLIGHT = {2: 97 * 1024, 1: 197 * 1024}
+_BYTES_FLIGHT = {(2, 2): 97 * 1024, (2, 1): 197 * 1024, (3, 1): 172 * 1024}
 # Codes of a weight from which 33 to 64 rows take the tile.
 _BYTES_LEAST_CODES = 1 << 23
 
@@ -703,7 +717,8 @@ def choose_bytes_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -
     45.9, 31.6; 54.0, 32.8; 54.0, 35.1; 102, 58.3; 199, 116. 4096x14336 27.4, 21.3; 28.2, 23.4;
     36.3, 26.9; 49.2, 39.5; 76.4, 54.6. 4096x4096 14.9, 10.1; 15.6, 11.1; 17.5, 15.1; 24.4, 17.4;
     29.8, 23.7. 6144x4096 16.0, 12.8; 18.3, 15.3; 22.8, 19.2; 31.3, 24.5; 47.7, 35.3. 2048x2048
-    7.1, 7.0; 9.5, 8.0; 9.7, 10.2 (left to the other); 14.3, 11.6; 17.3, 12.4.
+    7.1, 7.0; 9.5, 8.0; 9.7, 10.2 (left to the other); 14.3, 11.6; 17.3, 12.4. By one product and by
+    two, 80 and 160 rows: 28672x4096 59.0, 47.2; 113, 78.8. 4096x14336 39.3, 34.2; 56.7, 54.4.
     """
     if gpu is None or gpu.capability != (9, 0) or k < 2048 or k % 8:
         return None
@@ -712,40 +727,62 @@ def choose_bytes_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -
     return _bytes_tile(rows, n // 2 if gated else n, k, gated, gpu.num_multiprocessors)
 
 
+def _rows_of_teams(rows: int) -> list[int]:
+    """Rows that a program of teams may have of so many."""
+    if rows <= 64:
+        fewest = min(64, max(16, 1 << (rows - 1).bit_length()))
+        return [48, fewest] if 32 < rows <= 48 else [fewest]
+    return [64, 128] + [both for both in (96, 192) if both * 2 // 3 < rows <= both]
+
+
+def _bytes_step(
+    teams: int, of_program: int, rows: int, steps: int, has_room: bool
+) -> tuple[float | None, int]:
+    """Microseconds of a step, None without a tile, and programs that share a multiprocessor.
+
+    ``has_room`` says that each of the launch has one of its own. There the ones that leave another
+    room let the first tiles of the next launch come early, which is worth more than tiles in flight
+    where steps are few.
+    """
+    if teams == 3:
+        return _BYTES_OF_THREE.get(of_program), 1
+    if of_program >= 128:
+        return _BYTES_ALONE[of_program], 1
+    if not has_room:
+        return _BYTES_SHARED[of_program], 2
+    leaves_room = of_program == 48 or (
+        of_program <= 64 and (rows > 64 or (of_program < 64 and steps < _BYTES_LONG))
+    )
+    return _BYTES_ALONE[of_program], 2 if leaves_room else 1
+
+
 @functools.cache
 def _bytes_tile(rows: int, outputs: int, k: int, gated: bool, multiprocessors: int) -> Tile | None:
     block_n = CODES_BLOCK_N // 2 if gated else CODES_BLOCK_N
-    few = min(64, max(16, 1 << (rows - 1).bit_length()))
-    forms = [(2, few, 2), (2, few, 1)]
-    if rows > 64:
-        forms += [(teams, 128, 1) for teams in _BYTES_STEPS_OF_128]
     found: list[tuple[float, Tile]] = []
-    for (teams, block_m, neighbours), doubled in itertools.product(forms, range(1 if gated else 4)):
+    forms = itertools.product(_rows_of_teams(rows), (2, 3), range(1 if gated else 4))
+    for of_program, teams, doubled in forms:
         splits = 1 << doubled
-        programs = -(-outputs // (teams * block_n)) * -(-rows // block_m) * splits
+        programs = -(-outputs // (teams * block_n)) * -(-rows // of_program) * splits
         steps = -(-k // (BYTES_STEP * splits))
-        if k < 512 * splits or programs < _BYTES_LEAST_SHARE * multiprocessors:
+        has_room = programs <= multiprocessors
+        step_us, neighbours = _bytes_step(teams, of_program, rows, steps, has_room)
+        few = programs < _BYTES_LEAST_SHARE * multiprocessors
+        if step_us is None or few or k < 512 * splits:
             continue
-        alone = programs <= multiprocessors
-        if block_m == 128:
-            step_us = _BYTES_STEPS_OF_128[teams]
-        else:
-            # Alone the first tiles of the next launch do not come beside the last of this one.
-            long = alone and rows <= 64 and (block_m == 64 or steps >= _BYTES_LONG)
-            if long == (neighbours == 2):
-                continue
-            step_us = (_BYTES_ALONE if alone else _BYTES_SHARED)[block_m]
         turns = -(-programs // (neighbours * multiprocessors))
         sums = rows * outputs * splits / 1e6 if doubled else 0
         us = turns * steps * step_us + doubled * _BYTES_SPLIT + sums * _BYTES_SUMS
-        step_bytes = BYTES_STEP * (teams * CODES_BLOCK_N + 2 * block_m)
+        block_m, more = _TWO_PRODUCTS.get(of_program, (of_program, 0))
+        step_bytes = BYTES_STEP * (teams * CODES_BLOCK_N + 2 * of_program)
         tile = Tile(
             *(block_n, BYTES_STEP, splits, "teams", 4),
-            min(6, _BYTES_FLIGHT[neighbours] // step_bytes),
+            min(6, _BYTES_FLIGHT[teams, neighbours] // step_bytes),
             least_rows=block_m,
             most_rows=block_m,
             max_registers=80 if neighbours == 2 else 0,
             teams=teams,
+            more_rows=more,
         )
         found.append((us, tile))
     return min(found, key=lambda each: each[0], default=(0.0, None))[1]

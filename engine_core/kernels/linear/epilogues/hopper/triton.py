@@ -416,12 +416,17 @@ class Launch(NamedTuple):
         n, block_n = outputs // parts, block_n or tile.block_n
         block_m = rows_of_program(tile, len(rows))
         blocks, tiles = triton.cdiv(len(rows), block_m), triton.cdiv(n, block_n)
+        # Those of a second product arrive by themselves, as the block of so many rows that it is.
+        arriving = blocks
+        if tile.more_rows:
+            assert len(rows) <= block_m + tile.more_rows, "a program has all rows"
+            blocks, arriving = 1, block_m // tile.more_rows + 1
         partial = arrivals = None
         if tile.splits > 1:
             # Where splits leave their sums, in the order of tiles, and arrive.
             shape = (tile.splits, parts, len(rows), tiles * block_n)
             partial = torch.empty(shape, dtype=torch.float32, device=rows.device)
-            arrivals = arrival_counts(rows.device, tiles * blocks)
+            arrivals = arrival_counts(rows.device, tiles * arriving)
         kind = kind_of(epilogue)
         return cls(
             rows,

@@ -132,11 +132,25 @@ def _load_x(
 
 
 @gluon.jit
+def _x_room(desc, STAGES: gl.constexpr, ROWS: gl.constexpr, RUNS: gl.constexpr):
+    """Shared memory for so many rows of x, half a step each, and as the boxes that they come in."""
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    COLS: gl.constexpr = RUNS * _COLS // 2
+    x = gl.allocate_shared_memory(desc.dtype, [STAGES * 2, ROWS, COLS], SWIZZLED)
+    boxes = x
+    if desc.block_type.shape[0] < ROWS:
+        IN_STEP: gl.constexpr = ROWS // _BOX_ROWS * (RUNS * _COLS // _BOX_COLS)
+        SHAPE: gl.constexpr = [STAGES * IN_STEP, _BOX_ROWS, _BOX_COLS]
+        boxes = reinterpret(x, desc.dtype, SHAPE, SWIZZLED)
+    return x, boxes
+
+
+@gluon.jit
 def _load(
-    codes_desc, scales_desc, zeros_desc, x_desc, codes, scales, zeros, x, full, empty, first, row,
-    last, low, high, LATE: gl.constexpr, BYTES: gl.constexpr, TEAMS: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, RUNS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, PDL: gl.constexpr,
+    codes_desc, scales_desc, zeros_desc, x_desc, more_desc, codes, scales, zeros, x, more_x, full,
+    empty, first, row, last, low, high, LATE: gl.constexpr, BYTES: gl.constexpr,
+    TEAMS: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, MORE: gl.constexpr,
+    BLOCK_N: gl.constexpr, RUNS: gl.constexpr, HEAD_DIM: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads."""
     # The weight is older than all kernels: its first tiles do not wait for x.
@@ -153,6 +167,11 @@ def _load(
         launch_dependents(PDL)
     for stage in range(preloaded):
         _load_x(x_desc, x, full.index(stage), stage, row, last, low + stage, BLOCK_M, RUNS)
+        if MORE:
+            more = row + BLOCK_M
+            _load_x(
+                more_desc, more_x, full.index(stage), stage, more, last, low + stage, MORE, RUNS
+            )
     stage = 0
     phase = 0
     for step in range(low + preloaded, high):
@@ -164,6 +183,8 @@ def _load(
             TEAMS, BLOCK_N, HEAD_DIM,
         )  # fmt: skip
         _load_x(x_desc, x, barrier, stage, row, last, step, BLOCK_M, RUNS)
+        if MORE:
+            _load_x(more_desc, more_x, barrier, stage, row + BLOCK_M, last, step, MORE, RUNS)
         stage += 1
         if stage == STAGES:
             stage = 0
@@ -219,11 +240,11 @@ def _row_scales(
     scales_ptr, unit, N, FACTOR: gl.constexpr, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """The scales of a team's outputs of N, one column, times FACTOR."""
-    in_tile = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
+    """The scales of a team's outputs of N, times FACTOR."""
+    in_tile = gl.arange(0, BLOCK_N, LAYOUT)
     outs = output(unit, in_tile, BLOCK_N, HEAD_DIM)
     found = gl.load(scales_ptr + gl.minimum(outs, N - 1)).to(gl.float32)
-    return gl.expand_dims(found * FACTOR, 1)
+    return found * FACTOR
 
 
 @gluon.jit
@@ -260,57 +281,6 @@ def _numbers(
 
 
 @gluon.jit
-def _of_groups(
-    total, TEAM: gl.constexpr, codes, scales, zeros, x, full, empty, low, high,
-    TEAMS: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, DECODING: gl.constexpr,
-    AHEAD: gl.constexpr, ZEROS: gl.constexpr, GATED: gl.constexpr,
-):  # fmt: skip
-    """The products of steps of two groups of 4-bit codes, each scaled."""
-    ELEMENT: gl.constexpr = x.dtype
-    ACC: gl.constexpr = total.type.layout
-    OF_ROW: gl.constexpr = gl.SliceLayout(1, ACC)
-    nothing = total
-    stage = 0
-    phase = 0
-    for _step in range(low, high):
-        mbarrier.wait(full.index(stage), phase)
-        at = stage * TEAMS + TEAM
-        both = _halves(codes.index(at), GATED)
-        scale = _scales(scales.index(at * 2), GATED, OF_ROW)
-        numbers = _numbers(both[0], zeros.index(at * 2), ELEMENT, ACC, ZEROS, GATED, DECODING)
-        values = x.index(stage * 2).permute((1, 0))
-        begun = (
-            warpgroup_mma(numbers, values, nothing, use_acc=False, is_async=True),
-            numbers,
-        )
-        if not AHEAD:
-            products, _read = warpgroup_mma_wait(0, deps=begun)
-            total += products * gl.expand_dims(scale, 1)
-        if BLOCK_M > 32:
-            # Registers are few: words wait in shared memory.
-            both = _halves(codes.index(at), GATED)
-        more = _numbers(both[1], zeros.index(at * 2 + 1), ELEMENT, ACC, ZEROS, GATED, DECODING)
-        values = x.index(stage * 2 + 1).permute((1, 0))
-        second = (
-            warpgroup_mma(more, values, nothing, use_acc=False, is_async=True),
-            more,
-        )
-        if AHEAD:
-            products, _read = warpgroup_mma_wait(1, deps=begun)
-            total += products * gl.expand_dims(scale, 1)
-        scale = _scales(scales.index(at * 2 + 1), GATED, OF_ROW)
-        products, _read = warpgroup_mma_wait(0, deps=second)
-        total += products * gl.expand_dims(scale, 1)
-        sync_threads()
-        mbarrier.arrive(empty.index(stage), count=1)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
-    return total
-
-
-@gluon.jit
 def _numbers_of_bytes(words, ELEMENT: gl.constexpr, ACC: gl.constexpr, ASM: gl.constexpr):
     """The numbers ``[64, 64]`` of two of each word's codes of 8 bits, in units of FACTOR."""
     if ELEMENT.is_bf16():
@@ -326,9 +296,88 @@ def _numbers_of_bytes(words, ELEMENT: gl.constexpr, ACC: gl.constexpr, ASM: gl.c
 
 
 @gluon.jit
+def _begin(numbers, values, more_values, total, more, ADDS: gl.constexpr, MORE: gl.constexpr):
+    """Begin to multiply by ``values [columns, BLOCK_M]``, and those of MORE rows, if there are any.
+
+    Both products, and the numbers in registers, which are read until they are there.
+    """
+    first = warpgroup_mma(numbers, values, total, use_acc=ADDS, is_async=True)
+    second = first
+    if MORE:
+        second = warpgroup_mma(numbers, more_values, more, use_acc=ADDS, is_async=True)
+    return first, second, numbers
+
+
+@gluon.jit
+def _complete(begun, PENDING: gl.constexpr, MORE: gl.constexpr):
+    """Both products; so many were begun since."""
+    if MORE:
+        first, second, _read = warpgroup_mma_wait(PENDING, deps=begun)
+    else:
+        first, _read = warpgroup_mma_wait(PENDING, deps=(begun[0], begun[2]))
+        second = first
+    return first, second
+
+
+@gluon.jit
+def _of_groups(
+    total, more, TEAM: gl.constexpr, codes, scales, zeros, x, more_x, full, empty, low, high,
+    TEAMS: gl.constexpr, STAGES: gl.constexpr, MORE: gl.constexpr, DECODING: gl.constexpr,
+    AHEAD: gl.constexpr, ZEROS: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    """The products of steps of two groups of 4-bit codes, each scaled."""
+    ELEMENT: gl.constexpr = x.dtype
+    BLOCK_M: gl.constexpr = total.shape[1]
+    ACC: gl.constexpr = total.type.layout
+    OF_ROW: gl.constexpr = gl.SliceLayout(1, ACC)
+    OF_MORE: gl.constexpr = gl.SliceLayout(1, more.type.layout)
+    nothing = total
+    more_nothing = more
+    stage = 0
+    phase = 0
+    for _step in range(low, high):
+        mbarrier.wait(full.index(stage), phase)
+        at = stage * TEAMS + TEAM
+        both = _halves(codes.index(at), GATED)
+        scale = _scales(scales.index(at * 2), GATED, OF_ROW)
+        numbers = _numbers(both[0], zeros.index(at * 2), ELEMENT, ACC, ZEROS, GATED, DECODING)
+        values = x.index(stage * 2).permute((1, 0))
+        more_values = more_x.index(stage * 2).permute((1, 0))
+        begun = _begin(numbers, values, more_values, nothing, more_nothing, False, MORE)
+        if not AHEAD:
+            products, more_products = _complete(begun, 0, MORE)
+            total += products * gl.expand_dims(scale, 1)
+            if MORE:
+                more += more_products * gl.expand_dims(gl.convert_layout(scale, OF_MORE), 1)
+        if BLOCK_M > 32:
+            # Registers are few: words wait in shared memory.
+            both = _halves(codes.index(at), GATED)
+        later = _numbers(both[1], zeros.index(at * 2 + 1), ELEMENT, ACC, ZEROS, GATED, DECODING)
+        values = x.index(stage * 2 + 1).permute((1, 0))
+        more_values = more_x.index(stage * 2 + 1).permute((1, 0))
+        second = _begin(later, values, more_values, nothing, more_nothing, False, MORE)
+        if AHEAD:
+            products, _none = _complete(begun, 1, MORE)
+            total += products * gl.expand_dims(scale, 1)
+        scale = _scales(scales.index(at * 2 + 1), GATED, OF_ROW)
+        products, more_products = _complete(second, 0, MORE)
+        total += products * gl.expand_dims(scale, 1)
+        if MORE:
+            more += more_products * gl.expand_dims(gl.convert_layout(scale, OF_MORE), 1)
+        sync_threads()
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    return total, more
+
+
+@gluon.jit
 def _of_rows(
-    total, TEAM: gl.constexpr, codes, x, full, empty, low, high, TEAMS: gl.constexpr,
-    STAGES: gl.constexpr, DECODING: gl.constexpr, GATED: gl.constexpr,
+    total, more, TEAM: gl.constexpr, codes, x, more_x, full, empty, low, high,
+    TEAMS: gl.constexpr, STAGES: gl.constexpr, MORE: gl.constexpr, DECODING: gl.constexpr,
+    GATED: gl.constexpr,
 ):  # fmt: skip
     """The products of steps of 128 codes of 8 bits, whose scales are of whole rows."""
     ELEMENT: gl.constexpr = x.dtype
@@ -343,35 +392,57 @@ def _of_rows(
         # Half of each word's codes become numbers while the other half is multiplied.
         numbers = _numbers_of_bytes(_words(codes.index(at), GATED), ELEMENT, ACC, LOW)
         values = x.index(stage * 2).permute((1, 0))
-        begun = (warpgroup_mma(numbers, values, total, is_async=True), numbers)
+        more_values = more_x.index(stage * 2).permute((1, 0))
+        begun = _begin(numbers, values, more_values, total, more, True, MORE)
         # Registers are few: words wait in shared memory.
-        more = _numbers_of_bytes(_words(codes.index(at), GATED), ELEMENT, ACC, HIGH)
-        total, _read = warpgroup_mma_wait(0, deps=begun)
+        later = _numbers_of_bytes(_words(codes.index(at), GATED), ELEMENT, ACC, HIGH)
+        total, more = _complete(begun, 0, MORE)
         values = x.index(stage * 2 + 1).permute((1, 0))
-        begun = (warpgroup_mma(more, values, total, is_async=True), more)
-        total, _read = warpgroup_mma_wait(0, deps=begun)
+        more_values = more_x.index(stage * 2 + 1).permute((1, 0))
+        begun = _begin(later, values, more_values, total, more, True, MORE)
+        total, more = _complete(begun, 0, MORE)
         sync_threads()
         mbarrier.arrive(empty.index(stage), count=1)
         stage += 1
         if stage == STAGES:
             stage = 0
             phase ^= 1
-    return total
+    return total, more
+
+
+@gluon.jit
+def _scaled(total, scale, up_scale, GATED: gl.constexpr, RUNS: gl.constexpr):
+    """A team's results, or the gate's and up's, by the scales of their rows if these have one."""
+    result = total
+    up = total
+    if GATED:
+        result, up = _parted(total)
+    if RUNS == 1:
+        LAYOUT: gl.constexpr = gl.SliceLayout(1, result.type.layout)
+        result *= gl.expand_dims(gl.convert_layout(scale, LAYOUT), 1)
+        up *= gl.expand_dims(gl.convert_layout(up_scale, LAYOUT), 1)
+    return result, up
 
 
 @gluon.jit
 def _multiply(
-    TEAM: gl.constexpr, codes, scales, zeros, x, full, empty, epilogue, bias_ptr, squares_ptr,
-    partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K, low, high,
-    TEAMS: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, DECODING: gl.constexpr, FACTOR: gl.constexpr, AHEAD: gl.constexpr,
-    ZEROS: gl.constexpr, RUNS: gl.constexpr, KIND: gl.constexpr, SQUARES: gl.constexpr,
-    HEAD_DIM: gl.constexpr, PDL: gl.constexpr,
+    TEAM: gl.constexpr, codes, scales, zeros, x, more_x, full, empty, epilogue, bias_ptr,
+    squares_ptr, partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K, low,
+    high, TEAMS: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr, BLOCK_M: gl.constexpr,
+    MORE: gl.constexpr, BLOCK_N: gl.constexpr, DECODING: gl.constexpr, FACTOR: gl.constexpr,
+    AHEAD: gl.constexpr, ZEROS: gl.constexpr, RUNS: gl.constexpr, KIND: gl.constexpr,
+    SQUARES: gl.constexpr, HEAD_DIM: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A team, and what follows its products."""
     GATED: gl.constexpr = epilogue.GATED
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_M, 16])
     total = gl.zeros([_ROWS, BLOCK_M], gl.float32, ACC)
+    more = total
+    if MORE:
+        OF_MORE: gl.constexpr = gl.NVMMADistributedLayout(
+            [3, 0], [gl.num_warps(), 1], [16, MORE, 16]
+        )
+        more = gl.zeros([_ROWS, MORE], gl.float32, OF_MORE)
     unit = first + TEAM
     scale = 1.0
     up_scale = 1.0
@@ -379,14 +450,16 @@ def _multiply(
         # They are older than all kernels, and asked for beside the first tiles.
         if GATED:
             gates, _ups = _parted(total)
-            OF_GATE: gl.constexpr = gates.type.layout
+            OF_GATE: gl.constexpr = gl.SliceLayout(1, gates.type.layout)
             scale = _row_scales(scales, unit, N, FACTOR, OF_GATE, BLOCK_N, 0)
             up_scale = _row_scales(scales + N, unit, N, FACTOR, OF_GATE, BLOCK_N, 0)
         else:
-            scale = _row_scales(scales, unit, N, FACTOR, ACC, BLOCK_N, HEAD_DIM)
+            OF_ROW: gl.constexpr = gl.SliceLayout(1, ACC)
+            scale = _row_scales(scales, unit, N, FACTOR, OF_ROW, BLOCK_N, HEAD_DIM)
+            up_scale = scale
     # A division that the norm before left is asked for beside the first tiles, not behind the last.
     # Of more rows it takes registers that are spilt then.
-    DIVIDES: gl.constexpr = SQUARES > 0 and SPLITS == 1 and BLOCK_M <= 32
+    DIVIDES: gl.constexpr = SQUARES > 0 and SPLITS == 1 and BLOCK_M <= 32 and MORE == 0
     inverse = 1.0
     if DIVIDES:
         wait(PDL)
@@ -394,15 +467,17 @@ def _multiply(
             squares_ptr, eps, block * BLOCK_M, num_rows, N, K, (BLOCK_M, BLOCK_N), SQUARES
         )
     if RUNS == 1:
-        total = _of_rows(
-            total, TEAM, codes, x, full, empty, low, high, TEAMS, STAGES, DECODING, GATED
-        )
+        total, more = _of_rows(
+            total, more, TEAM, codes, x, more_x, full, empty, low, high, TEAMS, STAGES, MORE,
+            DECODING, GATED,
+        )  # fmt: skip
     else:
-        total = _of_groups(
-            total, TEAM, codes, scales, zeros, x, full, empty, low, high, TEAMS, STAGES, BLOCK_M,
-            DECODING, AHEAD, ZEROS, GATED,
+        total, more = _of_groups(
+            total, more, TEAM, codes, scales, zeros, x, more_x, full, empty, low, high, TEAMS,
+            STAGES, MORE, DECODING, AHEAD, ZEROS, GATED,
         )  # fmt: skip
         total *= FACTOR
+        more *= FACTOR
     if DIVIDES:
         total *= gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(0, ACC)), 0)
     if epilogue.LATE == 2:
@@ -410,18 +485,20 @@ def _multiply(
     # What follows reads what the kernels before wrote.
     wait(PDL)
     if unit < units:
-        result = total
-        up = total
-        if GATED:
-            result, up = _parted(total)
-        if RUNS == 1:
-            result *= scale
-            up *= up_scale
+        result, up = _scaled(total, scale, up_scale, GATED, RUNS)
         conclude(
             epilogue, result, up, bias_ptr, squares_ptr, partial_ptr, arrivals_ptr, eps, unit,
             split, block, num_rows, N, K, SPLITS, BLOCK_M, BLOCK_N, KIND,
             0 if DIVIDES else SQUARES, HEAD_DIM, units,
         )  # fmt: skip
+        if MORE:
+            # Blocks of so many rows, of which those of the first product are the ones before.
+            result, up = _scaled(more, scale, up_scale, GATED, RUNS)
+            conclude(
+                epilogue, result, up, bias_ptr, squares_ptr, partial_ptr, arrivals_ptr, eps, unit,
+                split, BLOCK_M // MORE, num_rows, N, K, SPLITS, MORE, BLOCK_N, KIND, SQUARES,
+                HEAD_DIM, units,
+            )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["num_rows", "K", "steps", "units"])
@@ -430,6 +507,7 @@ def _linear_kernel(
     scales_desc,
     zeros_desc,
     x_desc,
+    more_desc,
     row_scales_ptr,
     epilogue,
     bias_ptr,
@@ -445,6 +523,7 @@ def _linear_kernel(
     DECODING: gl.constexpr,
     FACTOR: gl.constexpr,
     BLOCK_M: gl.constexpr,
+    MORE: gl.constexpr,
     BLOCK_N: gl.constexpr,
     TEAMS: gl.constexpr,
     REGISTERS: gl.constexpr,
@@ -458,6 +537,8 @@ def _linear_kernel(
 ):
     """TEAMS of ``units`` of BLOCK_N columns of BLOCK_M rows, over one of SPLITS runs of steps.
 
+    With MORE all rows are those of a program, so many of them by a second product.
+
     All else is as of :func:`engine_core.kernels.linear.groups.hopper.triton._linear_kernel`.
     """
     if epilogue.LATE == 0:
@@ -467,8 +548,7 @@ def _linear_kernel(
     BOXES: gl.constexpr = STAGES * TEAMS
     OF_SCALE: gl.constexpr = 0 if RUNS == 1 else scales_desc.dtype.primitive_bitwidth // 8
     OF_ROW: gl.constexpr = 128 + RUNS * (OF_SCALE + (1 if ZEROS else 0))
-    BYTES: gl.constexpr = TEAMS * _ROWS * OF_ROW + RUNS * BLOCK_M * _COLS * 2
-    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    BYTES: gl.constexpr = TEAMS * _ROWS * OF_ROW + RUNS * (BLOCK_M + MORE) * _COLS * 2
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32 // RUNS, rank=2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     # As boxes of the weight, and as rows: of the gate and of up, or of both halves of a head.
@@ -484,12 +564,11 @@ def _linear_kernel(
     if ZEROS:
         zeros_boxes = room(zeros_desc, BOXES)
         zeros = reinterpret(zeros_boxes, gl.int8, [BOXES * 2, _ROWS, 1], PLAIN)
-    x = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, BLOCK_M, RUNS * _COLS // 2], SWIZZLED)
-    x_boxes = x
-    if x_desc.block_type.shape[0] < BLOCK_M:
-        IN_STEP: gl.constexpr = BLOCK_M // _BOX_ROWS * (RUNS * _COLS // _BOX_COLS)
-        shape: gl.constexpr = [STAGES * IN_STEP, _BOX_ROWS, _BOX_COLS]
-        x_boxes = reinterpret(x, x_desc.dtype, shape, SWIZZLED)
+    x, x_boxes = _x_room(x_desc, STAGES, BLOCK_M, RUNS)
+    more_x = x
+    more_boxes = x_boxes
+    if MORE:
+        more_x, more_boxes = _x_room(more_desc, STAGES, MORE, RUNS)
     single: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], single)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], single)
@@ -505,34 +584,34 @@ def _linear_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    0, codes, scales, zeros, x, full, empty, epilogue, bias_ptr, squares_ptr,
-                    partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K,
-                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, DECODING, FACTOR, AHEAD,
-                    ZEROS, RUNS, KIND, SQUARES, HEAD_DIM, PDL,
+                    0, codes, scales, zeros, x, more_x, full, empty, epilogue, bias_ptr,
+                    squares_ptr, partial_ptr, arrivals_ptr, eps, first, units, split, block,
+                    num_rows, N, K, low, high, TEAMS, STAGES, SPLITS, BLOCK_M, MORE, BLOCK_N,
+                    DECODING, FACTOR, AHEAD, ZEROS, RUNS, KIND, SQUARES, HEAD_DIM, PDL,
                 )),
                 (_multiply, (
-                    1, codes, scales, zeros, x, full, empty, epilogue, bias_ptr, squares_ptr,
-                    partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K,
-                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, DECODING, FACTOR, AHEAD,
-                    ZEROS, RUNS, KIND, SQUARES, HEAD_DIM, PDL,
+                    1, codes, scales, zeros, x, more_x, full, empty, epilogue, bias_ptr,
+                    squares_ptr, partial_ptr, arrivals_ptr, eps, first, units, split, block,
+                    num_rows, N, K, low, high, TEAMS, STAGES, SPLITS, BLOCK_M, MORE, BLOCK_N,
+                    DECODING, FACTOR, AHEAD, ZEROS, RUNS, KIND, SQUARES, HEAD_DIM, PDL,
                 )),
                 (_multiply, (
-                    2, codes, scales, zeros, x, full, empty, epilogue, bias_ptr, squares_ptr,
-                    partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K,
-                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, DECODING, FACTOR, AHEAD,
-                    ZEROS, RUNS, KIND, SQUARES, HEAD_DIM, PDL,
+                    2, codes, scales, zeros, x, more_x, full, empty, epilogue, bias_ptr,
+                    squares_ptr, partial_ptr, arrivals_ptr, eps, first, units, split, block,
+                    num_rows, N, K, low, high, TEAMS, STAGES, SPLITS, BLOCK_M, MORE, BLOCK_N,
+                    DECODING, FACTOR, AHEAD, ZEROS, RUNS, KIND, SQUARES, HEAD_DIM, PDL,
                 )),
                 (_multiply, (
-                    3, codes, scales, zeros, x, full, empty, epilogue, bias_ptr, squares_ptr,
-                    partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K,
-                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, DECODING, FACTOR, AHEAD,
-                    ZEROS, RUNS, KIND, SQUARES, HEAD_DIM, PDL,
+                    3, codes, scales, zeros, x, more_x, full, empty, epilogue, bias_ptr,
+                    squares_ptr, partial_ptr, arrivals_ptr, eps, first, units, split, block,
+                    num_rows, N, K, low, high, TEAMS, STAGES, SPLITS, BLOCK_M, MORE, BLOCK_N,
+                    DECODING, FACTOR, AHEAD, ZEROS, RUNS, KIND, SQUARES, HEAD_DIM, PDL,
                 )),
                 (_load, (
-                    codes_desc, scales_desc, zeros_desc, x_desc, codes_boxes, scales_boxes,
-                    zeros_boxes, x_boxes, full, empty, first, block * BLOCK_M, num_rows - 1, low,
-                    high, epilogue.LATE, BYTES, TEAMS, STAGES, BLOCK_M, BLOCK_N, RUNS, HEAD_DIM,
-                    PDL,
+                    codes_desc, scales_desc, zeros_desc, x_desc, more_desc, codes_boxes,
+                    scales_boxes, zeros_boxes, x_boxes, more_boxes, full, empty, first,
+                    block * BLOCK_M, num_rows - 1, low, high, epilogue.LATE, BYTES, TEAMS, STAGES,
+                    BLOCK_M, MORE, BLOCK_N, RUNS, HEAD_DIM, PDL,
                 )),
             ],
             [4, 4, 4, 1],
@@ -542,28 +621,28 @@ def _linear_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    0, codes, scales, zeros, x, full, empty, epilogue, bias_ptr, squares_ptr,
-                    partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K,
-                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, DECODING, FACTOR, AHEAD,
-                    ZEROS, RUNS, KIND, SQUARES, HEAD_DIM, PDL,
+                    0, codes, scales, zeros, x, more_x, full, empty, epilogue, bias_ptr,
+                    squares_ptr, partial_ptr, arrivals_ptr, eps, first, units, split, block,
+                    num_rows, N, K, low, high, TEAMS, STAGES, SPLITS, BLOCK_M, MORE, BLOCK_N,
+                    DECODING, FACTOR, AHEAD, ZEROS, RUNS, KIND, SQUARES, HEAD_DIM, PDL,
                 )),
                 (_multiply, (
-                    1, codes, scales, zeros, x, full, empty, epilogue, bias_ptr, squares_ptr,
-                    partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K,
-                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, DECODING, FACTOR, AHEAD,
-                    ZEROS, RUNS, KIND, SQUARES, HEAD_DIM, PDL,
+                    1, codes, scales, zeros, x, more_x, full, empty, epilogue, bias_ptr,
+                    squares_ptr, partial_ptr, arrivals_ptr, eps, first, units, split, block,
+                    num_rows, N, K, low, high, TEAMS, STAGES, SPLITS, BLOCK_M, MORE, BLOCK_N,
+                    DECODING, FACTOR, AHEAD, ZEROS, RUNS, KIND, SQUARES, HEAD_DIM, PDL,
                 )),
                 (_multiply, (
-                    2, codes, scales, zeros, x, full, empty, epilogue, bias_ptr, squares_ptr,
-                    partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K,
-                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, DECODING, FACTOR, AHEAD,
-                    ZEROS, RUNS, KIND, SQUARES, HEAD_DIM, PDL,
+                    2, codes, scales, zeros, x, more_x, full, empty, epilogue, bias_ptr,
+                    squares_ptr, partial_ptr, arrivals_ptr, eps, first, units, split, block,
+                    num_rows, N, K, low, high, TEAMS, STAGES, SPLITS, BLOCK_M, MORE, BLOCK_N,
+                    DECODING, FACTOR, AHEAD, ZEROS, RUNS, KIND, SQUARES, HEAD_DIM, PDL,
                 )),
                 (_load, (
-                    codes_desc, scales_desc, zeros_desc, x_desc, codes_boxes, scales_boxes,
-                    zeros_boxes, x_boxes, full, empty, first, block * BLOCK_M, num_rows - 1, low,
-                    high, epilogue.LATE, BYTES, TEAMS, STAGES, BLOCK_M, BLOCK_N, RUNS, HEAD_DIM,
-                    PDL,
+                    codes_desc, scales_desc, zeros_desc, x_desc, more_desc, codes_boxes,
+                    scales_boxes, zeros_boxes, x_boxes, more_boxes, full, empty, first,
+                    block * BLOCK_M, num_rows - 1, low, high, epilogue.LATE, BYTES, TEAMS, STAGES,
+                    BLOCK_M, MORE, BLOCK_N, RUNS, HEAD_DIM, PDL,
                 )),
             ],
             [4, 4, 1],
@@ -573,22 +652,22 @@ def _linear_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    0, codes, scales, zeros, x, full, empty, epilogue, bias_ptr, squares_ptr,
-                    partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K,
-                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, DECODING, FACTOR, AHEAD,
-                    ZEROS, RUNS, KIND, SQUARES, HEAD_DIM, PDL,
+                    0, codes, scales, zeros, x, more_x, full, empty, epilogue, bias_ptr,
+                    squares_ptr, partial_ptr, arrivals_ptr, eps, first, units, split, block,
+                    num_rows, N, K, low, high, TEAMS, STAGES, SPLITS, BLOCK_M, MORE, BLOCK_N,
+                    DECODING, FACTOR, AHEAD, ZEROS, RUNS, KIND, SQUARES, HEAD_DIM, PDL,
                 )),
                 (_multiply, (
-                    1, codes, scales, zeros, x, full, empty, epilogue, bias_ptr, squares_ptr,
-                    partial_ptr, arrivals_ptr, eps, first, units, split, block, num_rows, N, K,
-                    low, high, TEAMS, STAGES, SPLITS, BLOCK_M, BLOCK_N, DECODING, FACTOR, AHEAD,
-                    ZEROS, RUNS, KIND, SQUARES, HEAD_DIM, PDL,
+                    1, codes, scales, zeros, x, more_x, full, empty, epilogue, bias_ptr,
+                    squares_ptr, partial_ptr, arrivals_ptr, eps, first, units, split, block,
+                    num_rows, N, K, low, high, TEAMS, STAGES, SPLITS, BLOCK_M, MORE, BLOCK_N,
+                    DECODING, FACTOR, AHEAD, ZEROS, RUNS, KIND, SQUARES, HEAD_DIM, PDL,
                 )),
                 (_load, (
-                    codes_desc, scales_desc, zeros_desc, x_desc, codes_boxes, scales_boxes,
-                    zeros_boxes, x_boxes, full, empty, first, block * BLOCK_M, num_rows - 1, low,
-                    high, epilogue.LATE, BYTES, TEAMS, STAGES, BLOCK_M, BLOCK_N, RUNS, HEAD_DIM,
-                    PDL,
+                    codes_desc, scales_desc, zeros_desc, x_desc, more_desc, codes_boxes,
+                    scales_boxes, zeros_boxes, x_boxes, more_boxes, full, empty, first,
+                    block * BLOCK_M, num_rows - 1, low, high, epilogue.LATE, BYTES, TEAMS, STAGES,
+                    BLOCK_M, MORE, BLOCK_N, RUNS, HEAD_DIM, PDL,
                 )),
             ],
             [4, 1],
@@ -616,9 +695,13 @@ def fits(x: Tensor, weight: GroupWeight) -> bool:
     )
 
 
-def _comes_in_boxes(rows: int, block_m: int) -> bool:
-    """Whether x comes in several boxes, of ``rows`` of which a program has ``block_m``."""
-    return block_m > 64 and -rows % block_m > _MOST_MISSING
+def _in_boxes(rows: int, block_m: int, more: int) -> bool:
+    """Whether the last of ``rows`` come in several boxes: many of their product are missing.
+
+    A program has ``block_m`` and ``more`` of them.
+    """
+    last = more or block_m
+    return last > _MOST_MISSING and -(rows - (block_m if more else 0)) % last > _MOST_MISSING
 
 
 def is_trusted(like: Tensor, weight: GroupWeight, tile: Tile, ending: str) -> bool:
@@ -628,9 +711,9 @@ def is_trusted(like: Tensor, weight: GroupWeight, tile: Tile, ending: str) -> bo
     """
     rows = like.numel() // like.shape[-1]
     block_m = rows_of_program(tile, rows)
-    in_boxes = _comes_in_boxes(rows, block_m)
+    in_boxes = _in_boxes(rows, block_m, tile.more_rows)
     kind = (like.dtype, weight.scales.dtype, weight.zeros is None, tile, block_m, ending, in_boxes)
-    tried = block_m - (_MOST_MISSING + 3 if in_boxes else 3)
+    tried = block_m + tile.more_rows - (_MOST_MISSING + 3 if in_boxes else 3)
     return _FAMILY.allows(
         like.device, kind, lambda: trial_of_codes(like, weight, tile, tried, ending, linear)
     )
@@ -721,19 +804,24 @@ def linear(
         zero = float(weight.middle) if weight.zeros is None else None
         decoding, factor = _decoding(element, zero)
     units, splits, blocks = launch.grid
-    box = [launch.block_m, runs * _COLS.value // 2]
-    if _comes_in_boxes(len(launch.rows), launch.block_m):
-        box = [_BOX_ROWS.value, _BOX_COLS.value]
+    # Of the rows of each product, of which the last may come in parts.
+    box, more = ([each, runs * _COLS.value // 2] for each in (launch.block_m, tile.more_rows or 1))
+    last = [_BOX_ROWS.value, _BOX_COLS.value]
+    if _in_boxes(len(launch.rows), launch.block_m, tile.more_rows):
+        box, more = (box, last) if tile.more_rows else (last, more)
+    swizzle = gl.NVMMASharedLayout(128, 16, rank=2)
     _linear_kernel[(-(-units // tile.teams), splits, blocks)](
         boxes.along(weight.words, 128 // weight.words.itemsize, 1),
         boxes.across(weight.scales, 2) if weight.group_size else None,
         None if weight.zeros is None else boxes.across(weight.zeros, 2),
-        TensorDescriptor.from_tensor(launch.rows, box, gl.NVMMASharedLayout(128, 16, rank=2)),
+        TensorDescriptor.from_tensor(launch.rows, box, swizzle),
+        TensorDescriptor.from_tensor(launch.rows, more, swizzle) if tile.more_rows else None,
         None if weight.group_size else weight.scales,
         *launch.given,
         weight.in_features,
         -(-weight.in_features // (runs * BLOCK)),
         units,
+        MORE=tile.more_rows,
         DECODING=decoding,
         FACTOR=factor,
         BLOCK_N=tile.block_n,
