@@ -566,14 +566,12 @@ def test_the_engines_linears_take_teams_for_8_bits(
         for _ in range(4):
             normed, residual = linear_add(x, case.weight, None, residual, norm_weight, 1e-5)
             x = linear(normed, case.weight)
-            results += [normed.values, residual, x, linear(x, case.weight, gated=True)]
+            results += [normed.values, residual, x]
         return results
 
     results = chain()
-    assert seen == ["Added", "Activated", "Activated"] * 4
+    assert seen == ["Added", "Activated"] * 4
     case.check(results[1], case.x.double() @ case.numbers.T + case.x.double())
-    gate, up = (results[2].double() @ case.numbers.T).chunk(2, -1)
-    case.check(results[3], gate * torch.sigmoid(gate) * up, 2)
     check_replays(chain, results)
     seen.clear()
     linear(case.x, case.weight, deterministic=True)
