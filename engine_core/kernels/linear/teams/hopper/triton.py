@@ -698,10 +698,11 @@ def fits(x: Tensor, weight: GroupWeight) -> bool:
 def _in_boxes(rows: int, block_m: int, more: int) -> bool:
     """Whether the last of ``rows`` come in several boxes: many of their product are missing.
 
-    A program has ``block_m`` and ``more`` of them.
+    A program has ``block_m`` and ``more`` of them. Where it has 64 alone that changes nothing.
     """
-    last = more or block_m
-    return last > _MOST_MISSING and -(rows - (block_m if more else 0)) % last > _MOST_MISSING
+    if more:
+        return block_m + more - rows > _MOST_MISSING
+    return block_m > 64 and -rows % block_m > _MOST_MISSING
 
 
 def is_trusted(like: Tensor, weight: GroupWeight, tile: Tile, ending: str) -> bool:
