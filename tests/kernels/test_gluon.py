@@ -668,8 +668,8 @@ MORE_FORMS = (
     *("gated-narrow", "gated-odd-widest", "gated-widest", "gated-odd-three"),
     *("teams-gated-2", "teams-gated-64", "teams-added-32", "teams-stored-17"),
     *("teams-gated-128", "teams-added-100", "teams-added-256"),
-    *("bytes-gated-64", "bytes-gated-128", "bytes-added-32", "bytes-added-256"),
-    *("bytes-stored-16", "bytes-waited-100"),
+    *("bytes-gated-64", "bytes-gated-80", "bytes-gated-128", "bytes-added-32"),
+    *("bytes-added-160", "bytes-added-256", "bytes-stored-16", "bytes-waited-100"),
     *(
         "blocks-gated-8",
         "blocks-added-4",
@@ -689,7 +689,8 @@ MORE_FORMS = (
 
 # Copies of tiles, as the code has them, before the kernel ahead is waited for: of attention none,
 # of a weight one, or one of the gate's and one of up's, and as many of a tile's second product. Of
-# each team's codes, scales and, if there are any, zeros one or two. None of them loads numbers.
+# each team's codes, scales and, if there are any, zeros one or two. None of them loads numbers, but
+# for scales of whole rows.
 EARLY_TILES = {
     **dict.fromkeys(("heads-48", "8B", "0.5B", "1B-long", "heads-80", "heads-256"), 0),
     **dict.fromkeys(("parts", "parts-wide"), 1),
@@ -699,8 +700,8 @@ EARLY_TILES = {
     "teams-gated-64": 8,
     "teams-gated-2": 12,
     **dict.fromkeys(("bytes-gated-1", "bytes-gated-64", "bytes-added-32", "bytes-added-256"), 2),
-    **dict.fromkeys(("bytes-stored-16", "bytes-waited-100"), 2),
-    "bytes-gated-128": 3,
+    **dict.fromkeys(("bytes-stored-16", "bytes-waited-100", "bytes-added-160"), 2),
+    **dict.fromkeys(("bytes-gated-80", "bytes-gated-128"), 3),
     **dict.fromkeys(("gated-bias", "gated-narrow", "gated-undivided", "quick-gelu-bias"), 2),
     **dict.fromkeys(("gated-undivided-wide", "gated-three"), 2),
     **dict.fromkeys(("gated-odd", "gated-odd-widest", "gated-widest", "gated-odd-three"), 4),
@@ -743,9 +744,12 @@ def test_they_compile_for_a_hopper_gpu_that_is_not_there(
         assert int(stack) < 192, name
         assert stores == ("1" if name in DEALING else "0"), name
         if name in EARLY_TILES:
-            assert (int(tiles), loads) == (EARLY_TILES[name], "0"), name
+            # Two scales of a thread's rows, of each team, are of weights, too.
+            of_rows = 2 * EARLY_TILES[name] if name.startswith("bytes") else 0
+            assert (int(tiles), int(loads)) == (EARLY_TILES[name], of_rows), name
         if "-waited-" in name:
-            assert (early, launches) == ("0", "2" if name.startswith("teams") else "1"), name
+            of_teams = name.startswith(("teams", "bytes"))
+            assert (early, launches) == ("0", "2" if of_teams else "1"), name
 
 
 @pytest.mark.slow
