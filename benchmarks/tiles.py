@@ -332,6 +332,7 @@ def settings(text: str) -> Iterator[None]:
             "choose_group_tile",
             "choose_codes_tile",
             "choose_teams_tile",
+            "choose_bytes_tile",
         ):
             chosen = choosing(getattr(linear, name))
             stack.enter_context(patch.object(linear, name, chosen))

@@ -468,10 +468,11 @@ def test_linears_by_codes_are_tried_on_a_case_that_torch_solves(
         of = of_codes(torch.bfloat16, launch_device, zeros=zeros)
     tile = choose(rows, 4096, 4096, False, HOPPER)
     like = torch.empty((rows, 4096), dtype=torch.bfloat16, device=launch_device)
-    assert tried.trusts("linear", right, like, of, tile, ending)
+    family = "_OF_BYTES" if zeros is None else "_FAMILY"
+    assert tried.trusts("linear", right, like, of, tile, ending, of=family)
     for part in right.parts:
         right.last = part
-        assert not tried.trusts("linear", right, like, of, tile, ending), part
+        assert not tried.trusts("linear", right, like, of, tile, ending, of=family), part
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -647,7 +648,8 @@ def test_hoppers_own_kernels_pass_their_trials(
     for module, arguments in cases:
         family = Family(module.__name__, "", release=UNTRIED, notes=tmp_path)
         monkeypatch.setattr(module, "_FAMILY", family)
-        monkeypatch.setattr(module, "_UNGATED", family, raising=False)
+        for other in ("_UNGATED", "_OF_BYTES"):
+            monkeypatch.setattr(module, other, family, raising=False)
         assert module.is_trusted(*arguments), arguments
 
 

@@ -775,9 +775,12 @@ def _bytes_tile(rows: int, outputs: int, k: int, gated: bool, multiprocessors: i
         us = turns * steps * step_us + doubled * _BYTES_SPLIT + sums * _BYTES_SUMS
         block_m, more = _TWO_PRODUCTS.get(of_program, (of_program, 0))
         step_bytes = BYTES_STEP * (teams * CODES_BLOCK_N + 2 * of_program)
+        stages = min(6, _BYTES_FLIGHT[teams, neighbours] // step_bytes)
+        if neighbours == 2 and of_program == 64 and not (gated or has_room or doubled):
+            # Heads that are rotated need 32 KiB to bring results to their order, others 16.
+            stages -= 1
         tile = Tile(
-            *(block_n, BYTES_STEP, splits, "teams", 4),
-            min(6, _BYTES_FLIGHT[teams, neighbours] // step_bytes),
+            *(block_n, BYTES_STEP, splits, "teams", 4, stages),
             least_rows=block_m,
             most_rows=block_m,
             max_registers=80 if neighbours == 2 else 0,

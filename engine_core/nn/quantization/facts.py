@@ -358,10 +358,10 @@ FACTS = (
     Fact(
         lambda form: _of_eight(form) and form.by_rows,
         "cuda",
-        "steps of more than 128 tokens take longer than with bfloat16 weights: on an H200 one of a "
+        "steps of more than 96 tokens take longer than with bfloat16 weights: on an H200 one of a "
         "model of 8B weights with a scale for each row takes 0.65 times as long with 1 token, 0.75 "
-        "with 32, 0.8 with 64, 0.9 with 72, 1.0 with 128 and 1.1 with 160 to 256; with weights of "
-        f"fewer than 2048 columns steps of more than 64 may; {_TO_NUMBERS}",
+        "with 32, 0.8 with 64, 0.9 with 72, 1.1 with 100, 1.0 with 128 and 1.1 with 160 to 256; "
+        f"with weights of fewer than 2048 columns steps of more than 64 may; {_TO_NUMBERS}",
         capabilities=_HOPPER,
     ),
     Fact(

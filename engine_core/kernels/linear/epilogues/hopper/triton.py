@@ -419,7 +419,7 @@ class Launch(NamedTuple):
         # Those of a second product arrive by themselves, as the block of so many rows that it is.
         arriving = blocks
         if tile.more_rows:
-            assert len(rows) <= block_m + tile.more_rows, "a program has all rows"
+            assert block_m < len(rows) <= block_m + tile.more_rows, "a program has all rows"
             blocks, arriving = 1, block_m // tile.more_rows + 1
         partial = arrivals = None
         if tile.splits > 1:

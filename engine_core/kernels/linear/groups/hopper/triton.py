@@ -359,8 +359,9 @@ def trial_of_codes(
     """
     draw = torch.Generator(like.device).manual_seed(0)
     n = 8 * tile.block_n
-    # A split has more steps than are in flight.
-    k = tile.splits * (tile.num_stages + 1) * max(tile.block_k, of.group_size)
+    # Of whole groups, two at least; a split has more steps than are in flight.
+    group = max(tile.block_k, of.group_size)
+    k = max(2, -(-tile.splits * (tile.num_stages + 1) * tile.block_k // group)) * group
     groups = k // of.group_size if of.group_size else 1
 
     def normal(*shape: int) -> Tensor:

@@ -55,9 +55,11 @@ from engine_core.kernels.linear.reference import DeferredRMSNorm
 from engine_core.kernels.linear.tiles import Tile
 
 _FAMILY = Family(
-    "linears by teams of 4- and 8-bit weights",
-    "With 4 bits steps of 2 to 64 rows take up to a tenth longer, of 65 to 256 up to half as long "
-    "again; with 8 bits all do",
+    "4-bit linears by teams",
+    "Steps of 2 to 64 rows take up to a tenth longer, of 65 to 256 up to half as long again",
+)
+_OF_BYTES = Family(
+    "8-bit linears by teams", "Steps of up to 256 rows take up to half as long again"
 )
 
 # Rows of the weight of a team, columns of a group, and words of the two groups of a step.
@@ -326,6 +328,7 @@ def _of_groups(
     AHEAD: gl.constexpr, ZEROS: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """The products of steps of two groups of 4-bit codes, each scaled."""
+    gl.static_assert(not (AHEAD and MORE), "products ahead are one of a group")
     ELEMENT: gl.constexpr = x.dtype
     BLOCK_M: gl.constexpr = total.shape[1]
     ACC: gl.constexpr = total.type.layout
@@ -715,7 +718,8 @@ def is_trusted(like: Tensor, weight: GroupWeight, tile: Tile, ending: str) -> bo
     in_boxes = _in_boxes(rows, block_m, tile.more_rows)
     kind = (like.dtype, weight.scales.dtype, weight.zeros is None, tile, block_m, ending, in_boxes)
     tried = block_m + tile.more_rows - (_MOST_MISSING + 3 if in_boxes else 3)
-    return _FAMILY.allows(
+    family = _OF_BYTES if weight.bits == 8 else _FAMILY
+    return family.allows(
         like.device, kind, lambda: trial_of_codes(like, weight, tile, tried, ending, linear)
     )
 
@@ -789,7 +793,7 @@ def linear(
     tile: Tile,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """As :func:`engine_core.kernels.linear.triton.linear`, by a weight of 4 bits.
+    """As :func:`engine_core.kernels.linear.triton.linear`, by a weight of 4 or 8 bits.
 
     What :func:`fits` asks of x and the weight holds, and there are rows. Nothing that is still
     running writes the weight: it is read before the kernels before are waited for.
@@ -805,24 +809,29 @@ def linear(
         zero = float(weight.middle) if weight.zeros is None else None
         decoding, factor = _decoding(element, zero)
     units, splits, blocks = launch.grid
-    # Of the rows of each product, of which the last may come in parts.
-    box, more = ([each, runs * _COLS.value // 2] for each in (launch.block_m, tile.more_rows or 1))
-    last = [_BOX_ROWS.value, _BOX_COLS.value]
-    if _in_boxes(len(launch.rows), launch.block_m, tile.more_rows):
-        box, more = (box, last) if tile.more_rows else (last, more)
-    swizzle = gl.NVMMASharedLayout(128, 16, rank=2)
+    more = tile.more_rows
+    last_in_boxes = _in_boxes(len(launch.rows), launch.block_m, more)
+
+    def box(rows: int, in_boxes: bool) -> TensorDescriptor:
+        """Half a step of a product's rows, or a part of them."""
+        shape = [rows, runs * _COLS.value // 2]
+        if in_boxes:
+            shape = [_BOX_ROWS.value, _BOX_COLS.value]
+        swizzle = gl.NVMMASharedLayout(128, 16, rank=2)
+        return TensorDescriptor.from_tensor(launch.rows, shape, swizzle)
+
     _linear_kernel[(-(-units // tile.teams), splits, blocks)](
         boxes.along(weight.words, 128 // weight.words.itemsize, 1),
         boxes.across(weight.scales, 2) if weight.group_size else None,
         None if weight.zeros is None else boxes.across(weight.zeros, 2),
-        TensorDescriptor.from_tensor(launch.rows, box, swizzle),
-        TensorDescriptor.from_tensor(launch.rows, more, swizzle) if tile.more_rows else None,
+        box(launch.block_m, last_in_boxes and not more),
+        box(more, last_in_boxes) if more else None,
         None if weight.group_size else weight.scales,
         *launch.given,
         weight.in_features,
         -(-weight.in_features // (runs * BLOCK)),
         units,
-        MORE=tile.more_rows,
+        MORE=more,
         DECODING=decoding,
         FACTOR=factor,
         BLOCK_N=tile.block_n,
