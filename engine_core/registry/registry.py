@@ -344,7 +344,7 @@ class Registry:
         """Advice about a GGUF architecture that no plugin translates."""
         package = _package_for("gguf", name)
         if package is not None:
-            return f"{package} does: pip install {package}.{self._broken()}"
+            return f"{package} does: {_install(package)}.{self._broken()}"
         plain = re.sub("[^a-z0-9]", "", name)
         # A package with adapters has them for all that it knows.
         without = [each for each, has in _listed().items() if "gguf" not in has]
@@ -487,7 +487,7 @@ class Registry:
                 f"config (model_type {model_type!r})."
             )
         elif package is not None and impl != "transformers":
-            lines.append(f"{package} does: pip install {package}.")
+            lines.append(f"{package} does: {_install(package)}.")
         elif near:
             lines.append(f"Nearest: {', '.join(f'{n} ({self.architectures[n]})' for n in near)}.")
         media = sorted(set(_SENSES) & set(hf_config or ()))
@@ -501,7 +501,7 @@ class Registry:
         elif impl != "native" and not falls_back:
             lines.append(
                 f"If transformers knows it, {_FALLBACK} runs it, more slowly than a package of its "
-                f"own: pip install {_FALLBACK}."
+                f"own: {_install(_FALLBACK)}."
             )
         elif falls_back and hf_config is not None:
             lines.append(f"With model_impl 'auto' {_FALLBACK} may run it, slowly.")
@@ -556,6 +556,12 @@ def _package_for(what: Literal["architectures", "gguf"], name: str) -> str | Non
     """The package of ours for an architecture, whether it is installed or not."""
     has = _listed().items()
     return next((package for package, lists in has if name in lists.get(what, ())), None)
+
+
+def _install(package: str) -> str:
+    """How to install a package of ours, of which a clone has the source."""
+    folder = package.removeprefix("engine-core-").replace("-", "_")
+    return f"pip install {package}, or ./plugins/{folder} from a clone"
 
 
 def _listed() -> dict[str, dict[str, list[str]]]:

@@ -50,7 +50,10 @@ def test_every_package_of_ours_is_listed_with_what_it_claims() -> None:
 
 def test_a_package_of_ours_that_is_not_installed_is_named() -> None:
     message = said("BloomForCausalLM")
-    assert "engine-core-bloom does: pip install engine-core-bloom." in message
+    advice = (
+        "engine-core-bloom does: pip install engine-core-bloom, or ./plugins/bloom from a clone."
+    )
+    assert advice in message
     assert "by convention" not in message
 
 
