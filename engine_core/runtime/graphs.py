@@ -77,6 +77,9 @@ _LITTLE_LARGER = 1.25
 # Tokens and rows of quick steps that launch what those of all shapes do. Weights of few bits have
 # kernels by the number of tokens up to 256, and quick steps multiples of QUICK_GRAIN.
 _QUICK_STEPS = ((1, 1), (2 * QUICK_GRAIN, 2), (500, 2), (1000, 20), (8000, 200))
+# Tokens of steps that together have all kernels of weights of few bits: the most that share a tile
+# of 16 to 256 rows, and some of which so many rows are missing that they come in boxes.
+_FEW_TOKENS = (16, 32, 48, 64, 80, 96, 128, 150, 192, 200, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,8 @@ class GraphState:
         compiles: the kernels that are compiled beside; of one rank alone.
         coded: whether the cache keeps codes, of which attention that is not quick has kernels by
             the number of prompts and of their tokens.
+        packed: whether weights are kept in another form, of which linears have kernels by the
+            number of few tokens.
         max_repeat: how often a decode step is replayed, at most, before its tokens are sent.
         uncaptured: keys of the steps that could not be captured; they are not tried again.
         ahead: whether steps are captured before they are needed: until one could not be.
@@ -132,6 +137,7 @@ class GraphState:
     capturer: Callable[[torch.device], Capturer] = CudaCapturer
     compiles: Compiles = NOBODY
     coded: bool = False
+    packed: bool = False
     max_repeat: int = 1
     uncaptured: set[GraphKey] = field(default_factory=set)
     ahead: bool = True
@@ -206,6 +212,11 @@ def launch_bound_tokens(model: nn.Module, num_layers: int) -> int:
         counts.append(count // 2 if codes else count)
         seconds = 2e-3 if codes else seconds
     return int(seconds * num_layers * 600e12 / (2 * sum(counts)))
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Whether any linear's weight is kept in another form than its parameter."""
+    return any(_packed_linears(model))
 
 
 def _packed_linears(model: nn.Module) -> Iterator[Linear]:
@@ -834,12 +845,15 @@ def _steps_beside(max_chunk: int, max_rows: int) -> Iterator[GraphKey]:
                 yield GraphKey(decode + tokens, decode, prefill)
 
 
-def _odd_steps(max_num_batched_tokens: int, max_rows: int, coded: bool) -> list[GraphKey]:
+def _odd_steps(
+    max_num_batched_tokens: int, max_rows: int, coded: bool, packed: bool
+) -> list[GraphKey]:
     """Steps that launch what steps without a graph do, of any number of tokens and rows.
 
     Of 1,023 tokens gate and up of most models have Hopper's kernel, which has a variant for weights
     of few bits that were just turned into numbers. Of many prompts a cache that is ``coded`` has
-    kernels by powers of 2, and one for those that have no room as numbers.
+    kernels by powers of 2, and one for those that have no room as numbers. Weights that are
+    ``packed`` have some by few tokens: those of more than steps that decode have are still to come.
     """
     decode = ROWS_BESIDE[0]
     counts = [count for count in (128, 256, 512, 1024) if count < max_rows] + [max_rows]
@@ -848,6 +862,8 @@ def _odd_steps(max_num_batched_tokens: int, max_rows: int, coded: bool) -> list[
     for least, rows in [(250, 3), (991, 3), (2050, 3), *many]:
         tokens = min(max(least, rows), max_num_batched_tokens)
         keys.append(GraphKey(decode + tokens, decode, min(rows, tokens, max_rows)))
+    most = min(max_num_batched_tokens, _FEW_TOKENS[-1]) if packed else 0
+    keys += [GraphKey(count, 0, 1) for count in _FEW_TOKENS if max_rows < count <= most]
     return [*dict.fromkeys(keys)]
 
 
@@ -923,7 +939,8 @@ class GraphSteps(_Graphs):
         most = max_num_batched_tokens + state.steps.max_rows
         self._largest_bytes = state.step_bytes * largest // most
         self._max_tokens = max_tokens
-        self._odd = _odd_steps(max_num_batched_tokens, state.steps.max_rows, state.coded)
+        rows = state.steps.max_rows
+        self._odd = _odd_steps(max_num_batched_tokens, rows, state.coded, state.packed)
         # Whether a step of any shape may be quick, kernel by kernel, while others are compiled.
         self._stands_in = any(key.quick for key in at_start)
         self._most_tokens = max_num_batched_tokens

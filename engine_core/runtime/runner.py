@@ -28,6 +28,7 @@ from engine_core.runtime.graphs import (
     DecodeGraphs,
     GraphState,
     GraphSteps,
+    is_packed,
     largest_step_bytes,
     launch_bound_tokens,
 )
@@ -243,9 +244,13 @@ class ModelRunner:
         capturer = compiles.capturer or capturer_of(device)
         if capturer is not None and repeats:
             most = scheduler_config.max_num_batched_tokens
-            own = largest_step_bytes(model, most + rows), launch_bound_tokens(model, len(layers))
+            own = (
+                largest_step_bytes(model, most + rows),
+                launch_bound_tokens(model, len(layers)),
+                is_packed(model),
+            )
             # Parts of a model may differ in size, and what is captured may not.
-            step_bytes, launch_bound = map(max, zip(*agreement.gather(own), strict=True))
+            step_bytes, launch_bound, packed = map(max, zip(*agreement.gather(own), strict=True))
             state = GraphState(
                 self._state,
                 forward,
@@ -256,6 +261,7 @@ class ModelRunner:
                 capturer,
                 compiles,
                 coded=any(getattr(group.spec, "quantized", False) for group in groups),
+                packed=bool(packed),
                 max_repeat=scheduler_config.max_repeat,
             )
             self._decode_graphs = DecodeGraphs(state)

@@ -257,7 +257,7 @@ def _exported(method: str) -> dict[str, Any]:
         (_INTEGERS, _settings("compressed", group_size=128, actorder="static"), "not measured",
          "not measured", "1.3 with 192"),
         (_INTEGERS, _settings("compressed by rows"), "0.81", "0.81", "groups other than 128"),
-        (_INTEGERS, _settings("compressed, 8 bits"), None, None, "1.3 with 256"),
+        (_INTEGERS, _settings("compressed, 8 bits"), None, None, "1.1 with 160 to 256"),
         (_INTEGERS, _settings("int8 and activations"), None, "0.045", "activations are quantised"),
         (_INTEGERS, _exported("compressed-tensors"), "0.060", "0.060", "groups other than 128"),
         (_INTEGERS, _exported("engine-core"), None, None, "groups other than 128"),

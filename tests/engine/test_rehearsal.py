@@ -138,7 +138,7 @@ def test_wide_heads_are_rehearsed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sizes", "settings"),
     [
-        ((4096, 14336, 32, 8), ("int4=fp8=256", "int8=auto=64", "fp8=int8=512")),
+        ((4096, 14336, 32, 8), ("int4=fp8=256", "int4=auto=64", "int8=auto=64", "fp8=int8=512")),
         # Attention of few rows of narrow heads is launched at other moments than that of more.
         ((896, 4864, 14, 2), ("int8=auto=64", "=auto=256")),
         ((1024, 4096, 16, 4), ("=auto=64", "int4=auto=64")),

@@ -598,7 +598,7 @@ def test_where_bytes_by_teams_were_seen_to_be_faster() -> None:
         *((2, 96, 4), (2, 128, 4), (2, 192, 4), (2, 128, 2), ()),
     ]
     assert chosen(4096, 4096, False) == [
-        *((2, 16, 4), (2, 32, 4), (2, 64, 4), (2, 64, 4)),
+        *((2, 16, 4), (2, 32, 4), (2, 48, 4), (2, 64, 4)),
         *((2, 64, 2), (2, 64, 2), (2, 64, 1), (2, 64, 1), ()),
     ]
     # 33 to 64 rows of small weights, short ones, and such as make few programs.

@@ -763,7 +763,8 @@ def _bytes_tile(rows: int, outputs: int, k: int, gated: bool, multiprocessors: i
     forms = itertools.product(_rows_of_teams(rows), (2, 3), range(1 if gated else 4))
     for of_program, teams, doubled in forms:
         splits = 1 << doubled
-        programs = -(-outputs // (teams * block_n)) * -(-rows // of_program) * splits
+        blocks = -(-rows // of_program)
+        programs = -(-outputs // (teams * block_n)) * blocks * splits
         steps = -(-k // (BYTES_STEP * splits))
         has_room = programs <= multiprocessors
         step_us, neighbours = _bytes_step(teams, of_program, rows, steps, has_room)
@@ -771,7 +772,8 @@ def _bytes_tile(rows: int, outputs: int, k: int, gated: bool, multiprocessors: i
         if step_us is None or few or k < 512 * splits:
             continue
         turns = -(-programs // (neighbours * multiprocessors))
-        sums = rows * outputs * splits / 1e6 if doubled else 0
+        # Of the blocks' rows, so that few numbers of rows have all tiles that there are.
+        sums = blocks * of_program * outputs * splits / 1e6 if doubled else 0
         us = turns * steps * step_us + doubled * _BYTES_SPLIT + sums * _BYTES_SUMS
         block_m, more = _TWO_PRODUCTS.get(of_program, (of_program, 0))
         step_bytes = BYTES_STEP * (teams * CODES_BLOCK_N + 2 * of_program)
