@@ -19,6 +19,10 @@ INSTALL = "pip install 'engine-core-llm[ray]'"
 # Ray itself tries for minutes.
 _ANSWER_SECONDS = 5.0
 
+# The address by which this process joined a cluster, and what Ray then calls the cluster. The two
+# differ where the address is a name or 127.0.0.1.
+_joined: tuple[str, str] | None = None
+
 
 def import_ray() -> Any:
     """The module ``ray``.
@@ -47,10 +51,12 @@ def connect(address: str | None = None) -> Any:
         OptionError: Ray is not installed, no cluster answers there, or this process is connected
             to another one.
     """
+    global _joined
     ray = import_ray()
     if ray.is_initialized():
         current = ray.get_runtime_context().gcs_address
-        if address not in (None, "auto", current):
+        known = address in (None, "auto", current) or (address, current) == _joined
+        if not known:
             raise OptionError(
                 f"the Ray cluster at {address} is asked for, but this process is connected to "
                 f"{current}; leave the address out, or call ray.shutdown() first"
@@ -61,6 +67,7 @@ def connect(address: str | None = None) -> Any:
         _check_answer(where)
         with _own_signals():
             ray.init(where, log_to_driver=False, logging_level=logging.WARNING)
+        _joined = (where, ray.get_runtime_context().gcs_address)
     except (OSError, ValueError, RuntimeError) as error:
         named = "on this machine" if where == "auto" else f"at {where}"
         told = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

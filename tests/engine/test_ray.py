@@ -95,6 +95,16 @@ def test_more_ranks_than_the_cluster_has_are_refused(nodes: Nodes) -> None:
         LLM(MODEL, config(nodes, ray_address="127.0.0.1:1"))
 
 
+def test_the_address_that_was_joined_by_is_accepted_again(nodes: Nodes) -> None:
+    # Ray itself calls the cluster by a number.
+    address = f"localhost:{nodes.address.rpartition(':')[2]}"
+    ray.shutdown()
+    for _ in range(2):
+        with pytest.raises(OptionError, match="takes 4 CPUs of the Ray cluster"):
+            LLM(MODEL, config(nodes, ray_address=address, tensor_parallel_size=4))
+    ray.shutdown()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
