@@ -78,6 +78,7 @@ def _download(model: str, revision: str | None) -> Path:
     name = f"{model}@{revision}" if revision else model
     tried = f"{name!r} is no folder here ({Path(model).absolute()})"
     unreachable = "HF_HUB_OFFLINE keeps from asking the hub"
+    advice = "unset it"
 
     def get(weights: str, *, local_files_only: bool) -> Path:
         return Path(
@@ -99,6 +100,7 @@ def _download(model: str, revision: str | None) -> Path:
             raise CheckpointNotFoundError(f"{tried}, and the hub refuses: {error}") from error
         except Exception as error:  # Which one depends on the HTTP library of the day.
             unreachable = f"the hub cannot be reached: {error}"
+            advice = "try again with a connection"
     try:
         folder = get("*.safetensors", local_files_only=True)
         if any(folder.rglob("*.safetensors")):
@@ -107,5 +109,6 @@ def _download(model: str, revision: str | None) -> Path:
         return get("*.bin", local_files_only=True)
     except LocalEntryNotFoundError as error:
         raise CheckpointNotFoundError(
-            f"{tried}, nor whole in the hub's cache ({constants.HF_HUB_CACHE}), and {unreachable}"
+            f"{tried}, nor whole in the hub's cache ({constants.HF_HUB_CACHE}), and {unreachable}; "
+            f"{advice}, or give a folder or a .gguf file"
         ) from error
