@@ -141,7 +141,10 @@ class RemoteModel:
                 code = error.code
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
-            raise EngineError(f"{self._url} cannot be reached: {reason}") from None
+            raise EngineError(
+                f"{self._url} cannot be reached: {reason}; start a server there with "
+                "'engine-core serve', or correct the --url"
+            ) from None
         if code in (404, 405) and path == "/tokenize":
             raise _UnknownPathError(message)
         raise RequestError(message) if code < 500 else EngineError(message)

@@ -253,6 +253,7 @@ def test_chat_says_what_a_server_refuses(server: ServerProcess) -> None:
     assert (code, "has no model 'nobody'; it has 'tiny'" in said) == (1, True)
     code, said = _run("chat", "--url", "http://127.0.0.1:1")
     assert (code, "cannot be reached" in said) == (1, True)
+    assert "start a server there with 'engine-core serve'" in said
     code, said = _run("chat", "--url", server.url, "--max-num-seqs", "3")
     assert (code, "--max-num-seqs" in said) == (2, True)
     code, said = _run("chat")
