@@ -58,7 +58,10 @@ def warm(
     """
     config = ENGINE_OPTIONS.build(options)
     if find_spec("triton") is None:
-        raise OptionError("there is nothing to compile with: Triton is not installed")
+        raise OptionError(
+            "there is nothing to compile with, since Triton is not installed: pip install "
+            "'engine-core-llm[triton]'"
+        )
     if os.environ.pop("TRITON_INTERPRET", "0") not in ("", "0"):
         raise OptionError("TRITON_INTERPRET is set, with which nothing is compiled: unset it")
     from engine_core.check.gpus import find_gpu

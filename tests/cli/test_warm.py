@@ -53,6 +53,15 @@ def test_refusals(arguments: list[str], said: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_without_triton_it_says_what_to_install() -> None:
+    # As where it is not installed.
+    code = "import sys; sys.modules['triton'] = None; from engine_core.cli import main; main()"
+    command = [sys.executable, "-c", code, "warm", str(GOLDEN / "llama-gqa"), "--gpu", "H200"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "pip install 'engine-core-llm[triton]'" in done.stderr
+
+
 def test_a_gpu_is_named_where_there_is_none() -> None:
     # A process of its own, which this variable makes it, is needed where there is one.
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.is_available() else {}
