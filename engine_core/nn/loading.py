@@ -202,8 +202,11 @@ class LoadAccount:
             )
             if names
         ]
+        advice = "check that the config belongs to them"
+        if missing:
+            advice += ", and that no shard is missing"
         raise WeightsMismatchError(
-            f"the weights in {where} are not those of this model; {'; '.join(parts)}",
+            f"the weights in {where} are not those of this model; {'; '.join(parts)}; {advice}",
             missing=missing,
             unexpected=unexpected,
             wrong=(*wrong, *twice),
