@@ -120,6 +120,7 @@ def _refusal(hf_config: HFConfig) -> str | None:
     from transformers import __version__
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES as WITHOUT_HEAD
 
     name, kind = hf_config.architectures[0], hf_config.get("model_type")
     known = {value for value in NAMES.values() if isinstance(value, str)}
@@ -129,7 +130,8 @@ def _refusal(hf_config: HFConfig) -> str | None:
         if hf_config.get("auto_map") is not None:
             return "its code is in the checkpoint (auto_map), and code from there is never run"
         with_head = None if kind in ENCODERS else NAMES.get(kind)
-        if name.endswith("Model") and isinstance(with_head, str):
+        # Not by the end of its name: GPT2LMHeadModel has a head.
+        if name == WITHOUT_HEAD.get(kind) and isinstance(with_head, str):
             return (
                 "it is saved without a head; if it is to embed, set the task 'embed' and "
                 f'hf_overrides {{"architectures": ["{with_head}"]}}'

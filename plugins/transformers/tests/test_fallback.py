@@ -219,9 +219,10 @@ def test_a_checkpoint_without_a_head_embeds_if_told_its_class(tmp_path: Path) ->
         state = model(torch.tensor([prompts()[0]])).last_hidden_state[0, -1]
     wanted = torch.nn.functional.normalize(state, dim=0)
     np.testing.assert_allclose(output.outputs.vector, wanted, atol=1e-5)
-    edit(tmp_path, architectures=["ElectraModel"], model_type="electra")
-    with pytest.raises(UnknownArchitectureError, match="of that name"):
-        engine(tmp_path, model_impl="auto")
+    for name, kind in (("ElectraModel", "electra"), ("GPT9LMHeadModel", "gpt2")):
+        edit(tmp_path, architectures=[name], model_type=kind)
+        with pytest.raises(UnknownArchitectureError, match=f"{name}: .* of that name"):
+            engine(tmp_path, model_impl="auto")
 
 
 def test_it_says_that_it_is_the_fallback_and_what_that_costs(
