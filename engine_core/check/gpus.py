@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
 from engine_core.errors import ConfigError
@@ -67,11 +66,12 @@ def gpu_names() -> tuple[str, ...]:
     return tuple(_GPUS)
 
 
-def find_gpu(name: str) -> NamedGPU:
+def find_gpu(name: str, advice: str = "") -> NamedGPU:
     """The GPU of this name.
 
     Case, spaces, hyphens and "NVIDIA" do not matter, and a part of a name is enough if only one
-    GPU has it: ``"rtx 4090"``, ``"4090"``, ``"A100 80GB"``.
+    GPU has it: ``"rtx 4090"``, ``"4090"``, ``"A100 80GB"``. ``advice`` ends the message for a name
+    that is unknown: what else the caller takes.
 
     Raises:
         ConfigError: the name is unknown or stands for several.
@@ -85,11 +85,7 @@ def find_gpu(name: str) -> NamedGPU:
         return NamedGPU(matches[0], mib * 2**20, capability, multiprocessors)
     if matches:
         raise ConfigError(f"the GPU {name!r} may be any of {', '.join(matches)}; say which")
-    near = difflib.get_close_matches(name.upper(), _GPUS, n=3, cutoff=0.5) or _GPUS
-    raise ConfigError(
-        f"the GPU {name!r} is not in the table; known are {', '.join(near)}; for any other give "
-        "the memory itself"
-    )
+    raise ConfigError(f"the GPU {name!r} is not in the table; known are {', '.join(_GPUS)}{advice}")
 
 
 def _plain(name: str) -> str:

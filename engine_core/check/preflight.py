@@ -147,7 +147,8 @@ def check_model(
         raise ConfigError("memory and gpu both say how much memory there is; give one of them")
     if deep and against is not None:
         raise ConfigError("deep compares with transformers, against with a file; give one of them")
-    named = None if gpu is None else find_gpu(gpu)
+    other = "; for any other give memory in its place (--memory SIZE)"
+    named = None if gpu is None else find_gpu(gpu, other)
     golden = None if against is None else read_golden_file(Path(against))
     check = _Check(str(path), config or EngineConfig(), memory, named)
     check.run()

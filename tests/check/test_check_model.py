@@ -461,7 +461,7 @@ def test_every_gpu_finds_itself() -> None:
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("A100", "A100-40GB, A100-80GB"), ("H1000", "known are.*H100"), ("", "not in the table")],
+    [("A100", "A100-40GB, A100-80GB"), ("H1000", "known are T4, .*H100"), ("", "not in the table")],
 )
 def test_gpu_that_is_not_known(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -740,7 +740,7 @@ def test_cli_json(model: Model) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpu", "H9000"], "GPU 'H9000' is not in the table"),
+        (["--gpu", "H9000"], "RTX-A6000; for any other give memory in its place (--memory SIZE)"),
         (["--gpu", "H100", "--memory", "1GiB"], "give one of them"),
         (["--memory", "much"], "--memory: a size is a number of bytes"),
         (["--deep", "--against", "x.json"], "give one of them"),
