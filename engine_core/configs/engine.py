@@ -45,6 +45,8 @@ _Number = BeforeValidator(_number)
 KVCacheDType = Literal["auto", "fp8", "int8"]
 ModelImpl = Literal["native", "transformers", "auto"]
 MediaKind = Literal["image", "video", "audio"]
+# The value of EngineConfig.quantization that keeps no blocks: the name of no scheme.
+UNPACKED = "unpacked"
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Paths = Annotated[tuple[str, ...], BeforeValidator(_paths)]
 

@@ -26,6 +26,7 @@ from engine_core.checkpoint.one_file import (
 )
 from engine_core.checkpoint.safetensors_file import SafetensorsWriter, tensor_bytes
 from engine_core.configs import EngineConfig, ModelConfig
+from engine_core.configs.engine import UNPACKED
 from engine_core.errors import (
     CheckpointError,
     ConfigError,
@@ -48,7 +49,7 @@ from engine_core.nn.quantization.scale_values import refused, wrong_scales
 from engine_core.nn.quantization.scheme import QUANTIZATION_KEYS
 from engine_core.registry import build_registry
 from engine_core.runtime.loader import build_on_meta, check_weights, match_weights
-from engine_core.runtime.source import UNPACKED, ModelSource, check_unpacked, open_model
+from engine_core.runtime.source import ModelSource, check_unpacked, open_model
 from engine_core.runtime.task import Body, with_task, without_head
 from engine_core.step_context import BuildContext
 

@@ -379,14 +379,16 @@ class Registry:
         sources = (_CORE, *self._plugins)
         claims = [source for source in sources if name in source.quantization_schemes]
         if not claims:
+            from engine_core.configs.engine import UNPACKED
+
             listed = ", ".join(
                 f"{each!r} ({source.name})"
                 for source in sources
                 for each in source.quantization_schemes
             )
             raise OptionError(
-                f"quantization {name!r} is none of the schemes that are installed: {listed}."
-                f"{self._broken()}"
+                f"quantization {name!r} is none of the schemes that are installed: {listed}; nor "
+                f"is it {UNPACKED!r}, which makes numbers of a GGUF file's blocks.{self._broken()}"
             )
         source = _only(claims, f"quantization {name!r}")
         scheme = _load_class(source.quantization_schemes[name], source.name)

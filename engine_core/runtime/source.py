@@ -14,7 +14,7 @@ import torch
 from engine_core.checkpoint import Checkpoint, is_local, open_checkpoint, resolve_model
 from engine_core.checkpoint.gguf import read_architecture
 from engine_core.configs import EngineConfig, HFConfig, ModelConfig
-from engine_core.configs.engine import KVCacheDType, ModelImpl
+from engine_core.configs.engine import UNPACKED, KVCacheDType, ModelImpl
 from engine_core.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -36,9 +36,6 @@ from engine_core.runtime.memory import MediaPlan, plan_media
 from engine_core.runtime.task import as_decoder, with_task
 
 logger = logging.getLogger(__name__)
-
-# The value of EngineConfig.quantization that keeps no blocks.
-UNPACKED = "unpacked"
 
 if TYPE_CHECKING:
     from engine_core.inputs import InputProcessor, MediaLimit, PromptState

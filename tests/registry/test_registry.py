@@ -444,7 +444,7 @@ def test_schemes_are_the_cores_and_the_packages() -> None:
         registry.quantization_scheme("toy4", {})
     assert registry.recognise_quantization({"quant_method": "toy"}) == "toy4"
     assert registry.recognise_quantization({"quant_method": "aqlm"}) is None
-    known = r"'int8' \(engine-core-llm\), 'int4' .*, 'gguf' .*, 'toy4' \(toy\)"
+    known = r"'int8' \(engine-core-llm\), 'int4' .*, 'gguf' .*, 'toy4' \(toy\); .*'unpacked'"
     with pytest.raises(OptionError, match=f"'toy3' is none .* installed: {known}"):
         registry.quantization_scheme("toy3")
 
