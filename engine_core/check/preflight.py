@@ -696,7 +696,8 @@ class _Check:
                 return
         if self.model_config is not None and self.model_config.pooling is not None:
             message = "logits are compared, and a model that embeds or scores has none"
-            self._add("comparison-unavailable", "warning", message)
+            hint = "Compare what LLM.embed or LLM.score gives with outputs of the original code."
+            self._add("comparison-unavailable", "warning", message, hint=hint)
             return
         try:
             model = DeepModel(self.model, self.config)
@@ -726,7 +727,9 @@ class _Check:
             self._add(_code(error), "error", str(error))
             return
         except EngineError as error:
-            self._add("comparison-unavailable", "warning", str(error))
+            # Where a file was given, this is what does not fit.
+            of_file = None if file is None else "Check that the FILE of --against is of this model."
+            self._add("comparison-unavailable", "warning", str(error), hint=of_file)
             return
         # Loading has compared them.
         self.problems = [p for p in self.problems if p.code != "tied-head-unread"]
@@ -852,10 +855,15 @@ class _Check:
         return None if self.model_config is None else self.model_config.default_chat_template
 
     def _add(
-        self, code: Code, severity: Severity, message: str, names: tuple[str, ...] = ()
+        self,
+        code: Code,
+        severity: Severity,
+        message: str,
+        names: tuple[str, ...] = (),
+        hint: str | None = None,
     ) -> None:
         problem = Problem(
-            code=code, severity=severity, message=message, hint=HINTS[code], names=names
+            code=code, severity=severity, message=message, hint=hint or HINTS[code], names=names
         )
         if problem not in self.problems:
             self.problems.append(problem)

@@ -266,3 +266,4 @@ def test_golden_outputs_of_another_vocabulary() -> None:
     assert report.exit_code == 4
     [problem] = report.warnings
     assert "outside the vocabulary of 320" in problem.message
+    assert problem.hint == "Check that the FILE of --against is of this model."
