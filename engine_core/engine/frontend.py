@@ -694,14 +694,18 @@ class Frontend:
             return
         if pooling is None:
             raise RequestError(
-                "the model generates text here, and gives no vectors or scores; start the engine "
-                "with task='embed' for those",
+                "the model generates text here, and gives no vectors or scores; start it with "
+                "task='embed' (--task embed) for those",
                 code=ErrorCode.TASK,
             )
-        made = "vectors" if pooling.task == "embed" else "scores"
+        made, method, path = (
+            ("vectors", "LLM.embed or LLM.score", "/v1/embeddings")
+            if pooling.task == "embed"
+            else ("scores", "LLM.score", "/v1/score")
+        )
         raise RequestError(
             f"the model runs for the task {pooling.task!r}: it gives {made} of texts and generates "
-            f"none; use {'embed or score' if pooling.task == 'embed' else 'score'}",
+            f"none; use {method} in Python, or {path} of 'engine-core serve'",
             code=ErrorCode.TASK,
         )
 

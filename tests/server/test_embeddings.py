@@ -200,6 +200,7 @@ def test_a_model_does_its_own_task_alone(
         refused = post(server, path, **body)
         assert refused.status_code == 400, refused.text
         assert "generates text here" in refused.text
+        assert "(--task embed)" in refused.text
 
 
 def test_many_at_once_and_those_that_run_out_of_time(bert: tuple[ServerProcess, Any]) -> None:

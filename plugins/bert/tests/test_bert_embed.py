@@ -314,7 +314,7 @@ def test_a_model_does_its_own_task_alone(tmp_path: Path) -> None:
         with pytest.raises(OptionError, match=f"{name} is set, and means nothing"):
             LLM(tmp_path, **{name: value})
     with LLM(tmp_path) as llm:
-        with pytest.raises(RequestError, match=r"runs for the task 'embed'.*use embed or score"):
+        with pytest.raises(RequestError, match=r"'embed'.*use LLM.embed or .* /v1/embeddings of"):
             llm.generate("rain", SamplingParams(max_tokens=2))
         with pytest.raises(RequestError, match=r"runs for the task 'embed'"):
             llm.chat([{"role": "user", "content": "rain"}])
@@ -460,6 +460,7 @@ def test_the_check_says_what_it_is_for(tmp_path: Path) -> None:
     report = check_model(tmp_path, deep=True)
     assert report.will_run
     assert [problem.code for problem in report.problems] == ["comparison-unavailable"]
+    assert report.problems[0].hint.startswith("Compare what LLM.embed or LLM.score gives")
     assert report.model_info is not None
     assert report.model_info.config["pooling"]["kinds"] == ("mean",)
     assert report.memory is not None
