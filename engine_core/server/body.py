@@ -393,6 +393,7 @@ def _explained(error: ValidationError, value: Any) -> ApiError:
     complaints: dict[tuple[str, ...], list[str]] = {}
     code = "invalid_value"
     kinds = set()
+    foreign: set[tuple[str, ...]] = set()
     for item in error.errors(include_url=False):
         kind = item["type"]
         path = _path(item["loc"], value, kind)
@@ -415,6 +416,9 @@ def _explained(error: ValidationError, value: Any) -> ApiError:
                 kind = "missing"
         elif kind in ("model_type", "model_attributes_type", "dict_type"):
             message = f"must be an object, got {_short(item['input'])}"
+        elif kind == "tool_type":
+            foreign.add(path[:-1])
+            message = f"{message}, got {_short(item['input'])}"
         elif kind == "none_required":
             message = f"not supported here, got {_short(item['input'])}; leave it out"
         else:
@@ -423,6 +427,12 @@ def _explained(error: ValidationError, value: Any) -> ApiError:
         known = complaints.setdefault(path, [])
         if message not in known:
             known.append(message)
+    # A tool of another type has other fields.
+    complaints = {
+        path: each
+        for path, each in complaints.items()
+        if path[:-1] not in foreign or path[-1] == "type"
+    }
     # Of a field's forms, that which fits further: a list of parts, and not text.
     outer = {path[:length] for path in complaints for length in range(len(path))}
     complaints = {path: each for path, each in complaints.items() if path not in outer}

@@ -24,6 +24,7 @@ from engine_core.server.protocol import (
     ShowingBody,
     StopString,
     Text,
+    tool_type,
 )
 from engine_core.server.responses import Answer
 
@@ -123,7 +124,7 @@ class CustomTool(Body):
     """A tool that the client runs."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
-    type: Literal["custom"] | None = None
+    type: Annotated[Literal["custom"], tool_type("custom")] | None = None
     description: str | None = None
     input_schema: dict[str, Any]
     """JSON schema of the input."""

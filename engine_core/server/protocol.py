@@ -115,6 +115,18 @@ def _only_false(value: Any) -> Any:
     return value
 
 
+def tool_type(only: str) -> BeforeValidator:
+    """The check of a tool's type, for the others of which a service has tools that it runs."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, str) and value != only:
+            message = "hosted tools are not offered, only those of type '{only}'"
+            raise PydanticCustomError("tool_type", message, {"only": only})
+        return value
+
+    return BeforeValidator(check)
+
+
 def _only_true(value: Any) -> Any:
     if value is not True:
         raise ValueError("only true is supported")
@@ -558,7 +570,7 @@ class FunctionDefinition(Body):
 class Tool(Body):
     """A function that the model may call."""
 
-    type: Literal["function"]
+    type: Annotated[Literal["function"], tool_type("function")]
     function: FunctionDefinition
     cache_control: Any = Field(default=None, exclude=True)
     """No effect."""

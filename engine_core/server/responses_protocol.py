@@ -24,6 +24,7 @@ from engine_core.server.protocol import (
     Text,
     TextResponseFormat,
     Top,
+    tool_type,
 )
 from engine_core.server.responses import Answer, MediaTokens, TokenLogprob
 
@@ -172,7 +173,7 @@ class Reasoning(Body):
 class FunctionTool(Body):
     """A function that the model may call."""
 
-    type: Literal["function"]
+    type: Annotated[Literal["function"], tool_type("function")]
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None

@@ -300,7 +300,10 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/
             r"messages\.0\.content\.0\.image: .*give what it shows a part of its own",
         ),
         ({"messages": [{"role": "assistant", "content": [IMAGE]}]}, "messages.0.content.*'image'"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+            "hosted tools are not offered, only .* 'custom', got 'web_search_20250305'$",
+        ),
         ({"max_tokens": None}, "max_tokens"),
         ({"container": "c"}, "container: not supported here"),
         ({"mcp_servers": [{}]}, "mcp_servers: only an empty one"),

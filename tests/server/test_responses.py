@@ -439,7 +439,12 @@ IMAGE = {"type": "input_image", "image_url": "https://example.org/a.png", "detai
 @pytest.mark.parametrize(
     ("wrong", "param", "said"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'web_search'"),
+        (
+            {"tools": [{"type": "web_search", "search_context_size": "low"}]},
+            "tools.0.type",
+            "tools.0.type: hosted tools are not offered, only those of type 'function', got "
+            "'web_search'",
+        ),
         (
             {"input": [{"role": "user", "content": [IMAGE]}]},
             "input.0.content.0.image_url",
