@@ -62,7 +62,8 @@ _OF_BYTES = Family(
     "8-bit linears by teams", "Steps of up to 256 rows take up to half as long again"
 )
 
-# Rows of the weight of a team, columns of a group, and words of the two groups of a step.
+# Rows of the weight of a team, and columns of a group. A step has RUNS of so many: two of codes of
+# 4 bits, with a scale each, or one of 8 bits, whose scales are of rows.
 _ROWS = gl.constexpr(64)
 _COLS = gl.constexpr(BLOCK)
 # Rows and columns of a box of x where more rows than these of a program are missing. Missing rows
