@@ -1096,7 +1096,7 @@ def test_a_bias_that_is_not_zero_needs_a_place(tmp_path: Path, value: float) -> 
     [problem] = check(it)
     assert problem.code == "weights-unexpected"
     assert problem.names == (f"{PLACE}bias",)
-    with pytest.raises(EngineError, match=rf"unexpected: {PLACE}bias$"):
+    with pytest.raises(EngineError, match=rf"unexpected: {PLACE}bias; check that the config"):
         LLM(str(it.packed), EngineConfig(**BASE))
 
 
