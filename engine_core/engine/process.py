@@ -269,8 +269,11 @@ class _Links:
         self._poll.register(end, select.POLLIN)
 
     def log_handler(self) -> logging.Handler:
-        """Sends what is logged to the first frontend."""
-        return logging.handlers.QueueHandler(self._logged)
+        """Sends what is logged to the first frontend, which says its level and where it is from."""
+        handler = logging.handlers.QueueHandler(self._logged)
+        # Else basicConfig gives it one that says so, too.
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        return handler
 
     def greet(self, message: Any) -> None:
         """Send ``message`` to the first frontend, and to each that connects."""

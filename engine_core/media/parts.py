@@ -79,15 +79,16 @@ def split_media(
         if not isinstance(content, list):
             plain.append(message)
             continue
+        for index, part in enumerate(content):
+            _check_fields(_type(part), part, f"messages.{number}.content.{index}")
+            if message.get("role") == "user":
+                _check_type(part, f"messages.{number}.content.{index}")
         if not any(_type(part) for part in content):
-            for index, part in enumerate(content):
-                _check_fields(None, part, f"messages.{number}.content.{index}")
             plain.append(message)
             continue
         parts: list[Any] = []
         for index, part in enumerate(content):
             kind = _type(part)
-            _check_fields(kind, part, f"messages.{number}.content.{index}")
             if kind is None:
                 bare = isinstance(part, Mapping) and set(part) == {"text"}
                 parts.append({"type": "text", "text": part["text"]} if bare else part)
@@ -149,6 +150,17 @@ def _type(part: Any) -> str | None:
     if kind is None:
         return next((each for each in ("image", "video", "audio") if each in part), None)
     return kind if kind in _TYPES else None
+
+
+def _check_type(part: Any, param: str) -> None:
+    """Refuse a part of a user's message that a template would pass over."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if isinstance(kind, str) and kind != "text" and kind not in _TYPES:
+        known = ", ".join(repr(each) for each in ("text", *_TYPES))
+        raise RequestError(
+            f"{param}: parts of a user's message have one of the types {known}, got {shown(kind)}",
+            param=f"{param}.type",
+        )
 
 
 def shows(key: str, value: Any) -> bool:

@@ -132,7 +132,13 @@ def _input_items(messages: list[dict[str, Any]], name: str) -> list[dict[str, An
             add("rs", "reasoning", summary=[], content=content)
         if text or role != "assistant":
             kind = "output_text" if role == "assistant" else "input_text"
-            add("msg", "message", **done, role=role, content=[{"type": kind, "text": text}])
+            # A picture is kept as it was given.
+            parts = text if isinstance(text, list) else [{"type": "text", "text": text}]
+            content = [
+                {"type": kind, "text": part["text"]} if part["type"] == "text" else part
+                for part in parts
+            ]
+            add("msg", "message", **done, role=role, content=content)
         for call in message.get("tool_calls", ()):
             add("fc", "function_call", **done, call_id=call["id"], **call["function"])
     return items

@@ -126,6 +126,20 @@ def test_nothing_that_is_shown_is_overlooked(part: Any, field: str, beside: list
     assert split_media([{"role": "user", "content": fine}])[1] == []
 
 
+@pytest.mark.parametrize("beside", [[], [{"type": "image_url", "image_url": URL}]])
+@pytest.mark.parametrize("kind", ["image_pil", "image_embeds", "foo", "input_text"])
+def test_a_users_part_that_a_template_would_pass_over_is_refused(
+    kind: str, beside: list[Any]
+) -> None:
+    """Those of others are the template's business."""
+    content = [*beside, {"type": kind, kind: PIXELS}, {"type": "text", "text": "a"}]
+    with pytest.raises(RequestError, match=f"'text', 'image_url', .*, got '{kind}'") as refused:
+        split_media([{"role": "user", "content": content}])
+    assert refused.value.param == f"messages.0.content.{len(beside)}.type"
+    thought = [{"type": "thinking", "thinking": "a"}]
+    assert split_media([{"role": "assistant", "content": thought}])[1] == []
+
+
 def test_items_of_prompts_have_their_uuids() -> None:
     clip = np.zeros((4, 2, 3, 3), np.uint8)
     found = prompt_media(

@@ -86,6 +86,12 @@ def test_what_does_not_end_in_time_is_told_so(tiny_model: Path) -> None:
         assert "remember me" in server.log
 
 
+def test_what_the_engine_logs_has_its_level_once(tiny_model: Path) -> None:
+    with ServerProcess(tiny_model, *SLOW, "--kv-cache-memory", "128KiB") as server:
+        server.wait_ready().wait_for_log("the KV cache holds ")
+        assert "+00:00 WARNING the KV cache holds " in server.log
+
+
 def test_a_second_signal_ends_it_at_once(tiny_model: Path) -> None:
     with ServerProcess(tiny_model, *OPTIONS) as server, ThreadPoolExecutor(1) as pool:
         server.wait_ready()

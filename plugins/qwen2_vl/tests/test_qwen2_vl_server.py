@@ -341,6 +341,9 @@ def test_other_services_take_pictures_in_their_own_parts(server: ServerProcess) 
     response = post(
         "/v1/responses", {"input": [{"role": "user", "content": parts}], "max_output_tokens": 4}
     )
+    kept = httpx.get(f"{server.url}/v1/responses/{response['id']}/input_items", timeout=60).json()
+    assert kept["data"][0]["content"] == parts
+    assert post("/v1/responses", {"input": kept["data"], "max_output_tokens": 4})["output"]
     source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
     blocks = [{"type": "image", "source": source}, {"type": "text", "text": text}]
     asked = {"messages": [{"role": "user", "content": blocks}]}
