@@ -79,16 +79,16 @@ def split_media(
         if not isinstance(content, list):
             plain.append(message)
             continue
-        for index, part in enumerate(content):
-            _check_fields(_type(part), part, f"messages.{number}.content.{index}")
+        kinds = [_type(part) for part in content]
+        for index, (kind, part) in enumerate(zip(kinds, content, strict=True)):
+            _check_fields(kind, part, f"messages.{number}.content.{index}")
             if message.get("role") == "user":
                 _check_type(part, f"messages.{number}.content.{index}")
-        if not any(_type(part) for part in content):
+        if not any(kinds):
             plain.append(message)
             continue
         parts: list[Any] = []
-        for index, part in enumerate(content):
-            kind = _type(part)
+        for index, (kind, part) in enumerate(zip(kinds, content, strict=True)):
             if kind is None:
                 bare = isinstance(part, Mapping) and set(part) == {"text"}
                 parts.append({"type": "text", "text": part["text"]} if bare else part)

@@ -169,9 +169,7 @@ class LoadAccount:
 
     def ignore(self, tensor: Tensor) -> str | None:
         """Take ``tensor`` as known to the model, which fills nothing; its name."""
-        return self._take(self._source(tensor))
-
-    def _take(self, name: str | None) -> str | None:
+        name = self._source(tensor)
         if name is not None:
             self._taken.add(name)
         return name

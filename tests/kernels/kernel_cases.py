@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,9 @@ from engine_core.kernels.rotary_store import reference as rotary_store_reference
 from engine_core.kernels.sampling import GENERATED, PROMPTED, Adjustments, SamplingState
 from engine_core.kernels.sampling.philox import uniform
 from engine_core.kernels.segments import reference as segments_reference
+
+if TYPE_CHECKING:
+    import pytest
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -63,6 +67,20 @@ def check_replays(chain: Callable[[], Sequence[Tensor]], expected: Sequence[Tens
         graph.replay()
         for got, wanted in zip(captured, expected, strict=True):
             assert torch.equal(got, wanted)
+
+
+def seen_endings(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of what follows the products in each launch of the module's linear from now on."""
+    seen: list[str] = []
+    launched = module.linear
+
+    def spy(x: Any, weight: Any, epilogue: Any, *more: Any) -> Tensor:
+        seen.append(type(epilogue).__name__)
+        out: Tensor = launched(x, weight, epilogue, *more)
+        return out
+
+    monkeypatch.setattr(module, "linear", spy)
+    return seen
 
 
 def stored(cache: Tensor, slots: Tensor) -> Tensor:

@@ -11,12 +11,19 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from kernel_cases import TOLERANCE, by_complex_numbers, check_replays, error, stored
+from kernel_cases import (
+    TOLERANCE,
+    by_complex_numbers,
+    check_replays,
+    error,
+    seen_endings,
+    stored,
+)
 from test_linear_blocks import made as made_of_blocks
 from test_linear_groups import Kind, made
 from torch import Tensor
 
-from engine_core.kernels import DeferredRMSNorm, GroupWeight, linear
+from engine_core.kernels import DeferredRMSNorm, linear
 from engine_core.kernels.block_linear import FORMS
 from engine_core.kernels.gpu import GPU
 from engine_core.kernels.linear import linear_add, linear_rotary_store
@@ -258,14 +265,7 @@ def test_the_engines_linears_take_it(kind: Kind | Blocks, monkeypatch: pytest.Mo
     """Where the rule says so and its tensors fit; else the portable kernel's tiles are taken."""
     rows = 3 if isinstance(kind, Integers) else 5
     case = Case(kind, rows, 4096, torch.bfloat16)
-    seen, launched = [], case.hopper.linear
-
-    def spy(x: Any, weight: GroupWeight, epilogue: Any, *more: Any) -> Tensor:
-        seen.append(type(epilogue).__name__)
-        out: Tensor = launched(x, weight, epilogue, *more)
-        return out
-
-    monkeypatch.setattr(case.hopper, "linear", spy)
+    seen = seen_endings(case.hopper, monkeypatch)
     gate, up = case.product.chunk(2, -1)
     case.check(linear(case.x, case.weight, case.bias), case.product)
     got = linear(case.x, case.weight, case.bias, gated=True)
@@ -302,14 +302,7 @@ def test_the_engines_linears_take_it(kind: Kind | Blocks, monkeypatch: pytest.Mo
 def test_the_engines_linears_take_teams(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And in a graph these begin before the kernel ahead has ended, which lets them at once."""
     case = Case(Teams(Kind(4, 128, True, 4096), 2), rows, 4096, torch.bfloat16)
-    seen, launched = [], case.hopper.linear
-
-    def spy(x: Any, weight: GroupWeight, epilogue: Any, *more: Any) -> Tensor:
-        seen.append(type(epilogue).__name__)
-        out: Tensor = launched(x, weight, epilogue, *more)
-        return out
-
-    monkeypatch.setattr(case.hopper, "linear", spy)
+    seen = seen_endings(case.hopper, monkeypatch)
     norm_weight = (torch.rand(4096, device="cuda") + 0.5).bfloat16()
     k_cache, v_cache = torch.zeros(2, rows // 4, 4, 4, 128, device="cuda", dtype=torch.bfloat16)
     slots = torch.arange(rows, device="cuda")
@@ -551,14 +544,7 @@ def test_the_engines_linears_take_teams_for_8_bits(
 ) -> None:
     """But not where rows are quantised, too."""
     case = Case(Teams(Kind(8, 0, False, 4096, torch.float32), 2), rows, 4096, torch.bfloat16)
-    seen, launched = [], case.hopper.linear
-
-    def spy(x: Any, weight: GroupWeight, epilogue: Any, *more: Any) -> Tensor:
-        seen.append(type(epilogue).__name__)
-        out: Tensor = launched(x, weight, epilogue, *more)
-        return out
-
-    monkeypatch.setattr(case.hopper, "linear", spy)
+    seen = seen_endings(case.hopper, monkeypatch)
     norm_weight = (torch.rand(4096, device="cuda") + 0.5).bfloat16()
 
     def chain() -> list[Tensor]:

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import TOLERANCE, by_complex_numbers, check_replays, error, stored
+from kernel_cases import (
+    TOLERANCE,
+    by_complex_numbers,
+    check_replays,
+    error,
+    seen_endings,
+    stored,
+)
 from torch import Tensor
 
 from engine_core.kernels import DeferredRMSNorm, linear
@@ -133,14 +140,7 @@ def test_heads_are_rotated_and_stored(
 def test_the_engines_linears_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the rule says so and its tensors fit; else the portable kernel's tiles are taken."""
     case = Case(5, 1152, 896, torch.bfloat16)
-    seen, launched = [], case.held.linear
-
-    def spy(x: Any, weight: Tensor, epilogue: Any, *more: Any) -> Tensor:
-        seen.append(type(epilogue).__name__)
-        out: Tensor = launched(x, weight, epilogue, *more)
-        return out
-
-    monkeypatch.setattr(case.held, "linear", spy)
+    seen = seen_endings(case.held, monkeypatch)
     gate, up = case.product.chunk(2, -1)
     case.check(linear(case.x, case.weight, case.bias), case.product)
     got = linear(case.x, case.weight, case.bias, gated=True)

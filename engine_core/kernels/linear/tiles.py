@@ -729,10 +729,9 @@ def choose_bytes_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -
 
 def _rows_of_teams(rows: int) -> list[int]:
     """Rows that a program of teams may have of so many."""
-    if rows <= 64:
-        fewest = min(64, max(16, 1 << (rows - 1).bit_length()))
-        return [48, fewest] if 32 < rows <= 48 else [fewest]
-    return [64, 128] + [both for both in (96, 192) if both * 2 // 3 < rows <= both]
+    both = [all_ for all_, (first, _) in _TWO_PRODUCTS.items() if first < rows <= all_]
+    single = [64, 128] if rows > 64 else [max(16, 1 << (rows - 1).bit_length())]
+    return single + both
 
 
 def _bytes_step(

@@ -725,6 +725,17 @@ def is_trusted(like: Tensor, weight: GroupWeight, tile: Tile, ending: str) -> bo
     )
 
 
+# Of each type of numbers: its name in an instruction for two, the largest power of 2, and by how
+# many powers of 2 the smallest number times that is less than 1.
+_TYPES = {"bfloat16": ("bf16x2", 0x7F00, 6), "float16": ("f16x2", 0x7800, 9)}
+
+
+def _less_zero(element: str, zero: float, shift: int) -> str:
+    """What takes ``zero`` from two numbers, whose unit is so small, in a register's bits."""
+    pair = torch.tensor([-zero / 2**shift] * 2).to(getattr(torch, element))
+    return f"{int(pair.view(torch.int32)) & 0xFFFFFFFF:#x}"
+
+
 @functools.cache
 def _decoding(element: str, zero: float | None) -> tuple[tuple[str, str, str, int], float]:
     """Instructions for codes, their operands, those for zeros, what these begin from; and a factor.
@@ -734,9 +745,10 @@ def _decoding(element: str, zero: float | None) -> tuple[tuple[str, str, str, in
     stand for over the factor, and adds minus the zero: nothing is rounded. With ``zero`` that is
     the same everywhere.
     """
-    kind, high, low, unit, shift, bits = {
-        "bfloat16": ("bf16x2", 0x7F00, 0x7D00, 0x3C80, 6, 0xC300),
-        "float16": ("f16x2", 0x7800, 0x6800, 0x1800, 9, 0xE400),
+    kind, high, shift = _TYPES[element]
+    low, unit, bits = {
+        "bfloat16": (0x7D00, 0x3C80, 0xC300),
+        "float16": (0x6800, 0x1800, 0xE400),
     }[element]
     lines = [
         ".reg .b32 w, p0, p1, p2, p3, a, b, z;",
@@ -744,8 +756,7 @@ def _decoding(element: str, zero: float | None) -> tuple[tuple[str, str, str, in
     ]
     more = "$5"
     if zero is not None:
-        pair = torch.tensor([-zero / 2**shift] * 2).to(getattr(torch, element))
-        lines.append(f"mov.b32 z, {int(pair.view(torch.int32)) & 0xFFFFFFFF:#x};")
+        lines.append(f"mov.b32 z, {_less_zero(element, zero, shift)};")
         more = "z"
     for part, word in enumerate(("$4", "$4", "w", "w")):
         mask, factor = ("0x00f000f0", "b") if part % 2 else ("0x000f000f", "a")
@@ -762,21 +773,17 @@ def _decoding(element: str, zero: float | None) -> tuple[tuple[str, str, str, in
 
 
 @functools.cache
-def _decoding_of_bytes(element: str) -> tuple[tuple[str, str], float]:
+def _decoding_of_bytes(element: str) -> tuple[tuple[str, ...], float]:
     """Instructions for the low and for the high two of a word's 8-bit codes; and a factor.
 
     As in :func:`_decoding`. From 0 on 8 bits, too, are that many of the smallest numbers, for those
     whose exponent is 1 are as far apart as those whose exponent is 0. 128 is what stands for 0.
     """
-    kind, most, shift = {
-        "bfloat16": ("bf16x2", 0x7F00, 6),
-        "float16": ("f16x2", 0x7800, 9),
-    }[element]
-    pair = torch.tensor([-128 / 2**shift] * 2).to(getattr(torch, element))
-    least = int(pair.view(torch.int32)) & 0xFFFFFFFF
-    low, high = (
+    kind, high, shift = _TYPES[element]
+    less = _less_zero(element, 128, shift)
+    made = tuple(
         "{ .reg .b32 t, p0, p1, a, z;"
-        f" mov.b32 a, {most * 0x10001:#x}; mov.b32 z, {least:#x};"
+        f" mov.b32 a, {high * 0x10001:#x}; mov.b32 z, {less};"
         f" prmt.b32 t, $2, $3, {bytes_:#x};"
         # (t & 0x00ff00ff) ^ 0x00800080: every other byte, from 0 on.
         " lop3.b32 p0, t, 0x00ff00ff, 0x00800080, 0x6a; shr.u32 t, t, 8;"
@@ -784,7 +791,7 @@ def _decoding_of_bytes(element: str) -> tuple[tuple[str, str], float]:
         f" fma.rn.{kind} $0, p0, a, z; fma.rn.{kind} $1, p1, a, z; }}"
         for bytes_ in (0x5410, 0x7632)
     )
-    return (low, high), 2.0**shift
+    return made, 2.0**shift
 
 
 def linear(
