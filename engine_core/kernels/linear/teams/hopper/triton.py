@@ -731,7 +731,7 @@ _TYPES = {"bfloat16": ("bf16x2", 0x7F00, 6), "float16": ("f16x2", 0x7800, 9)}
 
 
 def _less_zero(element: str, zero: float, shift: int) -> str:
-    """What takes ``zero`` from two numbers, whose unit is so small, in a register's bits."""
+    """Bits of a register that, added, take ``zero`` from two numbers, whose unit is so small."""
     pair = torch.tensor([-zero / 2**shift] * 2).to(getattr(torch, element))
     return f"{int(pair.view(torch.int32)) & 0xFFFFFFFF:#x}"
 
