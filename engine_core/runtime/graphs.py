@@ -63,9 +63,12 @@ logger = logging.getLogger(__name__)
 # Few, as each takes a tenth of a second and some memory; from 16 on a bucket is at most half as
 # large again as the batch that runs in it. From 96 on, where cuBLAS multiplies by tiles of rows in
 # steps of 8, padding takes time: on an H200 steps of 7B and 8B are 1 to 8% shorter with 16 rows of
-# it less, and from 160 on, where products bound them, up to 4% with 8.
+# it less, and from 160 on, where products bound them, up to 4% with 8. Beyond 256 there is an
+# eighth at most.
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, *range(96, 160, 16), *range(160, 256, 8))
-_BUCKETS += (*range(256, 512, 64), *range(512, 1025, 128))
+_BUCKETS += (*range(256, 512, 32), *range(512, 1025, 64))
+# Weights that are packed have kernels for so many rows; by cuBLAS 96 take no longer.
+_PACKED_BUCKET = 80
 # Host buffers in rotation: more than there can be steps in flight.
 _RING = 8
 # Steps between two captures for which a request waits, if a larger graph takes its place; and
@@ -517,7 +520,8 @@ class DecodeGraphs(_Graphs):
     def __init__(self, state: GraphState) -> None:
         """Nothing is captured yet."""
         rows = state.steps.max_rows
-        self._buckets = [size for size in _BUCKETS if size < rows] + [rows]
+        sizes = sorted({*_BUCKETS, _PACKED_BUCKET}) if state.packed else _BUCKETS
+        self._buckets = [size for size in sizes if size < rows] + [rows]
         # By choice, and by the place of the bucket.
         self._keys = [[GraphKey(size, size, 0, c) for size in self._buckets] for c in Choice]
         greedy, random, _ = self._keys

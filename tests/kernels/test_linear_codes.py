@@ -94,6 +94,8 @@ CASES = [
     (Teams(Kind(4, 128, True, 1792), 2, most_rows=128), 200, 2, torch.bfloat16),
     (Teams(Kind(4, 128, True, 1280), 2, more_rows=32), 70, 1, torch.bfloat16),
     (Teams(Kind(4, 128, False, 1792), 2, more_rows=32), 96, 2, torch.float16),
+    (Teams(Kind(4, 128, True, 1792), 2, more_rows=16), 66, 2, torch.bfloat16),
+    (Teams(Kind(4, 128, True, 1280), 2, most_rows=128, more_rows=32), 160, 1, torch.float16),
     # A scale for each row; the last step may be of a part of a block.
     (Teams(Kind(8, 0, False, 1280, torch.float32), 2, 80), 11, 4, torch.bfloat16),
     (Teams(Kind(8, 0, False, 272, torch.float32), 2, 80), 3, 1, torch.float16),
@@ -103,6 +105,8 @@ CASES = [
     (Teams(Kind(8, 0, False, 1280, torch.float32), 3, most_rows=128), 130, 2, torch.bfloat16),
     (Teams(Kind(8, 0, False, 1280), 2, 80, most_rows=32, more_rows=16), 33, 1, torch.bfloat16),
     (Teams(Kind(8, 0, False, 1328), 3, more_rows=32), 70, 2, torch.float16),
+    (Teams(Kind(8, 0, False, 1280), 2, 80, more_rows=16), 80, 1, torch.bfloat16),
+    (Teams(Kind(8, 0, False, 1280), 3, most_rows=128, more_rows=32), 131, 2, torch.bfloat16),
     # The second product's rows come in boxes, or all at once.
     (Teams(Kind(8, 0, False, 1280), 2, most_rows=128, more_rows=64), 130, 2, torch.bfloat16),
     (Teams(Kind(8, 0, False, 1280), 2, most_rows=128, more_rows=64), 191, 1, torch.bfloat16),
@@ -460,7 +464,7 @@ def test_where_teams_were_seen_to_be_faster() -> None:
         assert chosen(28672, 4096, True, gpu) == [no] * 6
 
 
-MANY = (65, 128, 192, 256, 257)
+MANY = (65, 96, 128, 160, 192, 256, 257)
 
 
 def of_teams(tiles: Iterable[Tile | None]) -> list[tuple[int, ...]]:
@@ -477,16 +481,25 @@ def test_how_teams_share_many_rows() -> None:
     def chosen(n: int, k: int, gated: bool, gpu: GPU | None = HOPPER) -> list[tuple[int, ...]]:
         return of_teams(choose_teams_tile(rows, n, k, gated, gpu) for rows in MANY)
 
-    narrow, halves, wide, both = (2, 64, 1), (2, 64, 2), (2, 128, 1), (2, 96, 1)
-    assert chosen(28672, 4096, True) == [both, wide, (4, 64, 1), wide, ()]
-    assert chosen(4096, 14336, False) == [(2, 96, 4), halves, (2, 128, 2), (2, 128, 2), ()]
-    assert chosen(4096, 4096, False) == [halves, halves, narrow, narrow, ()]
-    assert chosen(6144, 4096, False) == [(2, 96, 2), narrow, wide, wide, ()]
-    assert chosen(2048, 8192, False) == [(2, 64, 4), (2, 64, 4), halves, halves, ()]
+    narrow, halves, wide = (2, 64, 1), (2, 64, 2), (2, 128, 1)
+    assert chosen(28672, 4096, True) == [
+        *((2, 80, 1), (2, 96, 1), wide),
+        *((2, 160, 1), (4, 64, 1), wide, ()),
+    ]
+    assert chosen(4096, 14336, False) == [
+        *((2, 80, 4), (2, 96, 4), halves),
+        *((2, 160, 4), (2, 128, 2), (2, 128, 2), ()),
+    ]
+    assert chosen(4096, 4096, False) == [halves, halves, halves, narrow, narrow, narrow, ()]
+    assert chosen(6144, 4096, False) == [
+        *((2, 80, 2), (2, 96, 2), narrow),
+        *((2, 160, 2), wide, wide, ()),
+    ]
+    assert chosen(2048, 8192, False) == [*[(2, 64, 4)] * 3, halves, halves, halves, ()]
     # Too few programs, and K of no whole steps.
-    assert chosen(512, 2048, False) == chosen(4096, 14464, False) == [()] * 5
+    assert chosen(512, 2048, False) == chosen(4096, 14464, False) == [()] * 7
     for gpu in (ADA, BLACKWELL, None):
-        assert chosen(28672, 4096, True, gpu) == [()] * 5
+        assert chosen(28672, 4096, True, gpu) == [()] * 7
 
 
 def test_a_gated_program_has_room_beside_that_of_a_short_run() -> None:
@@ -571,27 +584,30 @@ def test_where_bytes_by_teams_were_seen_to_be_faster() -> None:
     """The measurements are in benchmarks/notes/quantisation.md."""
 
     def chosen(n: int, k: int, gated: bool, gpu: GPU | None = HOPPER) -> list[tuple[int, ...]]:
-        rows = (1, 32, 40, 64, 80, 128, 160, 256, 257)
+        rows = (1, 32, 40, 64, 80, 96, 128, 160, 192, 256, 257)
         return of_teams(choose_bytes_tile(each, n, k, gated, gpu) for each in rows)
 
     assert chosen(28672, 4096, True) == [
-        *((2, 16, 1), (2, 32, 1), (2, 48, 1), (2, 64, 1)),
-        *((2, 96, 1), (2, 128, 1), (2, 192, 1), (2, 128, 1), ()),
+        *((2, 16, 1), (2, 32, 1), (2, 48, 1), (2, 64, 1), (2, 80, 1), (2, 96, 1)),
+        *((2, 128, 1), (2, 160, 1), (2, 192, 1), (2, 128, 1), ()),
     ]
-    assert chosen(37888, 3584, True)[4:8] == [(3, 96, 1), (3, 128, 1), (2, 192, 1), (3, 128, 1)]
+    assert chosen(37888, 3584, True)[4:] == [
+        *((3, 80, 1), (3, 96, 1), (3, 128, 1)),
+        *((3, 160, 1), (2, 192, 1), (3, 128, 1), ()),
+    ]
     assert chosen(4096, 14336, False) == [
-        *((2, 16, 8), (2, 32, 4), (2, 64, 4), (2, 64, 4)),
-        *((2, 96, 4), (2, 128, 4), (2, 192, 4), (2, 128, 2), ()),
+        *((2, 16, 8), (2, 32, 4), (2, 64, 4), (2, 64, 4), (2, 80, 4), (2, 96, 4)),
+        *((2, 128, 4), (2, 160, 4), (2, 192, 4), (2, 128, 2), ()),
     ]
     assert chosen(4096, 4096, False) == [
-        *((2, 16, 4), (2, 32, 4), (2, 48, 4), (2, 64, 4)),
-        *((2, 64, 2), (2, 64, 2), (2, 64, 1), (2, 64, 1), ()),
+        *((2, 16, 4), (2, 32, 4), (2, 48, 4), (2, 64, 4), (2, 80, 4), (2, 64, 2)),
+        *((2, 64, 2), (2, 64, 1), (2, 64, 1), (2, 64, 1), ()),
     ]
     # 33 to 64 rows of small weights, short ones, and such as make few programs.
     assert chosen(2048, 2048, False)[3] == ()
-    assert chosen(4096, 896, False) == chosen(128, 2048, False) == [()] * 9
+    assert chosen(4096, 896, False) == chosen(128, 2048, False) == [()] * 11
     for gpu in (ADA, BLACKWELL, None):
-        assert chosen(28672, 4096, True, gpu) == [()] * 9
+        assert chosen(28672, 4096, True, gpu) == [()] * 11
 
 
 def test_bytes_of_any_shape_fit_a_multiprocessor() -> None:
@@ -624,7 +640,8 @@ def test_bytes_of_any_shape_fit_a_multiprocessor() -> None:
         of_team = module._REGISTERS[tile.teams, tile.max_registers]
         assert 128 * (tile.teams * of_team + 32) <= threads * launched <= 65536 // programs
     few = {(2, rows, registers) for rows in (16, 32, 64) for registers in (0, 80)}
-    both = {(2, 48, 80), (2, 96, 0), (2, 96, 80), (2, 192, 0), (3, 96, 0)}
+    both = {(2, 48, 80), (2, 80, 0), (2, 80, 80), (3, 80, 0), (2, 96, 0), (2, 96, 80), (3, 96, 0)}
+    both |= {(2, 160, 0), (3, 160, 0), (2, 192, 0)}
     assert seen == few | both | {(2, 128, 0), (3, 128, 0)}
 
 

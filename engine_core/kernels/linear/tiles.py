@@ -583,11 +583,13 @@ def choose_codes_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -
 # Programs of teams that have room at once: the least share that has to be there.
 _TEAMS_SHARE = 0.8
 # Rows of a program of teams with two products, each of a power of 2.
-_TWO_PRODUCTS = {48: (32, 16), 96: (64, 32), 192: (128, 64)}
+_TWO_PRODUCTS = {48: (32, 16), 80: (64, 16), 96: (64, 32), 160: (128, 32), 192: (128, 64)}
 # Microseconds on an H200 of a step of 256 columns by so many teams with so many rows of x, of a
 # program's beginning and end, and of splitting K once more; and the least part of the
 # multiprocessors that has a program.
-_TEAMS_STEPS = {(2, 64): 0.85, (2, 96): 1.25, (2, 128): 1.5, (4, 64): 1.7}
+_TEAMS_STEPS = {
+    (2, 64): 0.85, (2, 80): 1.15, (2, 96): 1.25, (2, 128): 1.5, (2, 160): 2.0, (4, 64): 1.7,
+}  # fmt: skip
 _TEAMS_BEGIN, _TEAMS_SPLIT, _TEAMS_LEAST_SHARE = 7.0, 3.0, 0.45
 
 
@@ -661,7 +663,9 @@ def _teams_of_many_rows(rows: int, outputs: int, k: int, gated: bool, room: int)
     4096x4096 25.3, 16.4; 32.4, 21.3. 6144x4096 39.4, 22.7; 49.5, 35.9. 80 rows by 28672x4096 with
     128 rows of a program and with 64 and 32 in two products 55.5, 48.7; by 37888x3584 72.9, 64.3;
     by 4096x14336 35.0, 30.3. 48 rows by 37888x3584 with the tile of :func:`choose_group_tile` and
-    with these 89.2, 50.8, by 16384x2048 19.6, 12.3.
+    with these 89.2, 50.8, by 16384x2048 19.6, 12.3. Programs of 80 and of 160 rows, and before: 80
+    rows by 28672x4096 47.7, 48.9; by 37888x3584 62.9, 68.0; 160 rows 77.5, 94.3; 103, 114; by
+    4096x14336 44.8, 51.5; by 16384x2048 22.4, 33.5.
     """
     found: list[tuple[float, Tile]] = []
     for (teams, of_program), step_us in _TEAMS_STEPS.items():
@@ -695,9 +699,11 @@ def _teams_of_many_rows(rows: int, outputs: int, k: int, gated: bool, room: int)
 # Microseconds on an H200 of a step of 128 columns of 8-bit codes by two teams with so many rows of
 # x, of programs that share a multiprocessor; of those that are alone, which have more tiles in
 # flight; and of three teams.
-_BYTES_SHARED = {16: 0.6, 32: 0.83, 48: 0.9, 64: 0.94, 96: 1.32}
-_BYTES_ALONE = {16: 0.41, 32: 0.45, 48: 0.55, 64: 0.52, 96: 0.8, 128: 0.85, 192: 1.2}
-_BYTES_OF_THREE = {96: 1.1, 128: 1.25}
+_BYTES_SHARED = {16: 0.6, 32: 0.83, 48: 0.9, 64: 0.94, 80: 1.2, 96: 1.32}
+_BYTES_ALONE = {
+    16: 0.41, 32: 0.45, 48: 0.55, 64: 0.52, 80: 0.72, 96: 0.8, 128: 0.85, 160: 1.13, 192: 1.2,
+}  # fmt: skip
+_BYTES_OF_THREE = {80: 1.06, 96: 1.1, 128: 1.25, 160: 1.55}
 # Of splitting K once more, and of each million of sums that splits leave.
 _BYTES_SPLIT, _BYTES_SUMS = 1.3, 2.7
 # Steps from which a program is faster that leaves another no room, and the least part of the
@@ -718,7 +724,8 @@ def choose_bytes_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -
     36.3, 26.9; 49.2, 39.5; 76.4, 54.6. 4096x4096 14.9, 10.1; 15.6, 11.1; 17.5, 15.1; 24.4, 17.4;
     29.8, 23.7. 6144x4096 16.0, 12.8; 18.3, 15.3; 22.8, 19.2; 31.3, 24.5; 47.7, 35.3. 2048x2048
     7.1, 7.0; 9.5, 8.0; 9.7, 10.2 (left to the other); 14.3, 11.6; 17.3, 12.4. By one product and by
-    two, 80 and 160 rows: 28672x4096 59.0, 47.2; 113, 78.8. 4096x14336 39.3, 34.2; 56.7, 54.4.
+    two, 80 rows by 64 and 32, 160 by 128 and 64: 28672x4096 59.0, 47.2; 113, 78.8. 4096x14336 39.3,
+    34.2; 56.7, 54.4. By 64 and 16, and by 128 and 32: 28672x4096 42.7; 76.5. 4096x14336 30.5; 48.4.
     """
     if gpu is None or gpu.capability != (9, 0) or k < 2048 or k % 8:
         return None
@@ -776,7 +783,9 @@ def _bytes_tile(rows: int, outputs: int, k: int, gated: bool, multiprocessors: i
         us = turns * steps * step_us + doubled * _BYTES_SPLIT + sums * _BYTES_SUMS
         block_m, more = _TWO_PRODUCTS.get(of_program, (of_program, 0))
         step_bytes = BYTES_STEP * (teams * CODES_BLOCK_N + 2 * of_program)
-        stages = min(6, _BYTES_FLIGHT[teams, neighbours] // step_bytes)
+        # With 80 rows five take up to 6% longer than four.
+        most = 6 if of_program <= 64 else 4
+        stages = min(most, _BYTES_FLIGHT[teams, neighbours] // step_bytes)
         if neighbours == 2 and of_program == 64 and not (gated or has_room or doubled):
             # Heads that are rotated need 32 KiB to bring results to their order, others 16.
             stages -= 1
