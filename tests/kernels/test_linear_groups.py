@@ -255,6 +255,10 @@ def test_rows_and_their_product_in_8_bits(launch_device: str) -> None:
     weight, numbers = made(Kind(8, 0, False, 208, torch.float32), 40, torch.float32, launch_device)
     x, bias = torch.randn(7, 208, device=launch_device), torch.randn(40, device=launch_device)
     x[2] = 0
+    spoilt = x.repeat(2, 1)
+    # In a row of its own each, which is spoilt as a whole.
+    spoilt[3, 5], spoilt[9, 200] = torch.nan, -torch.inf
+    assert triton.quantize_rows(spoilt)[1].isnan().nonzero().flatten().tolist() == [3, 9]
     codes, scales = triton.quantize_rows(x)
     assert torch.allclose(scales, x.abs().amax(1) / 127)
     assert codes.shape == (7, 256)

@@ -84,6 +84,11 @@ def test_kernel_quantises_rows(given: bool, pairs: bool, launch_device: str) -> 
     assert torch.allclose(scales.cpu(), expected_scales, rtol=1e-6)
     # A division that rounds otherwise may move a number that is halfway between two codes.
     assert (in_order(codes.cpu(), pairs) == expected).float().mean() > 0.99
+    # What is not a number is none as a code either, and spoils its row's products alone.
+    x[5, 3] = torch.nan
+    codes, scales = triton.quantize_rows(x, scale, pairs=pairs)
+    numbers = codes.float() * scales[:, None]
+    assert numbers.isnan().any(1).nonzero().flatten().tolist() == [5]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine_core.kernels.codes import E4M3_TOP
+from engine_core.kernels.codes.triton import largest
 from engine_core.kernels.launch.triton import launch_dependents, pdl_options, wait
 from engine_core.kernels.row_codes import FP8, CodedRows, RowForm
 
@@ -19,15 +20,16 @@ def store_codes(codes_ptr, scales_ptr, given_ptr, x, rows, row_mask, cols, K, PA
     """Store codes and scales of ``x [R, L]``, float32 of whole rows, 0 from column K on.
 
     The scale is the one at ``given_ptr``, unless that is None. The numbers have been rounded to 16
-    bits, so that the codes are those of a kernel that reads them.
+    bits, so that the codes are those of a kernel that reads them. NaN has a code of its own.
     """
     if given_ptr is None:
-        scale = tl.max(tl.abs(x), axis=1) / _TOP
+        scale = largest(x) / _TOP
     else:
         scale = tl.broadcast_to(tl.load(given_ptr), [x.shape[0]])
     tl.store(scales_ptr + rows, scale, mask=row_mask)
     x = x / tl.where(scale == 0.0, 1.0, scale)[:, None]
-    codes = tl.minimum(tl.maximum(x, -_TOP), _TOP).to(tl.float8e4nv)
+    x = tl.clamp(x, -_TOP, _TOP, propagate_nan=tl.PropagateNan.ALL)
+    codes = x.to(tl.float8e4nv)
     if PAIRS:
         # As bytes, in shared memory: loads and stores stay wide.
         halves = tl.reshape(codes, [x.shape[0], x.shape[1] // 128, 2, 64])

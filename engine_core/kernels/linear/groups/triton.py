@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine_core.kernels.codes import INT8_TOP
+from engine_core.kernels.codes.triton import larger
 from engine_core.kernels.launch.triton import launch_dependents, pdl_options, wait
 from engine_core.kernels.linear.fp8 import triton as fp8
 from engine_core.kernels.linear.readers.triton import GroupReader
@@ -80,7 +81,9 @@ def _quantize_kernel(
     sources = places // 128 * 128 + places % 4 * 32 + places % 128 // 4
     wait(PDL)
     x = tl.load(x_ptr + row * x_stride + sources, mask=sources < K, other=0.0).to(tl.float32)
-    scale = tl.max(tl.abs(x), axis=0) / _TOP
+    # No code says what is not finite: the scale does.
+    largest = tl.reduce(tl.abs(x), 0, larger)
+    scale = tl.where(largest < float("inf"), largest / _TOP, float("nan"))
     tl.store(scales_ptr + row, scale)
     codes = tl.floor(x / tl.where(scale == 0.0, 1.0, scale) + 0.5)
     codes = tl.minimum(tl.maximum(codes, -_TOP), _TOP)
