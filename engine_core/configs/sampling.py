@@ -152,7 +152,7 @@ class SamplingParams(FrozenConfig):
     bad_words: tuple[str | _TokenSequence, ...] = ()
     """Words that must not be generated, neither as written nor after a space."""
     seed: Annotated[int | None, Field(ge=0, lt=2**63), _Number] = None
-    """Makes random sampling repeatable; one is drawn if not set."""
+    """Makes random sampling repeatable, once a start's kernels are there; drawn if not set."""
     max_tokens: Annotated[int | None, Field(ge=1), _Number] = 16
     """Tokens to generate at most; none for as many as the model's length allows, which ends the
     sequence in any case."""

@@ -39,6 +39,11 @@ def case(
     return wide[:, :k], weight, torch.randn(n, device=device).to(dtype)
 
 
+def apart(values: Tensor) -> Tensor:
+    """The same with a gap between any two."""
+    return values.repeat_interleave(2, -1)[..., ::2]
+
+
 def formula(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
     y = x.double() @ weight.double().T
     if bias is not None:
@@ -206,19 +211,19 @@ def check_norm_between(op_add: Any, op: Any, rows: int, device: str, dtype: torc
     x, first, bias = case(rows, hidden, 64, dtype, device)
     _, second, second_bias = case(rows, 2 * out, hidden, dtype, device)
     residual = torch.randn(rows, hidden, device=device).to(dtype)
-    norm_weight = (1 + 0.3 * torch.randn(hidden, device=device)).to(dtype)
+    norm_weight = apart((1 + 0.3 * torch.randn(hidden, device=device)).to(dtype))
     total = (formula(x, first, bias, False).to(dtype).double() + residual.double()).to(dtype)
     mean = total.double().square().mean(-1, keepdim=True)
     normed = total.double() / (mean + 1e-5).sqrt() * norm_weight.double()
     expected = formula(normed, second, second_bias, True)
     for _ in range(2):  # the second launch finds the counts that the first one left
         deferred, got_total = op_add(x, first, bias, residual, norm_weight, 1e-5)
-        got = op(deferred, second, second_bias)
         tolerance = 2 * TOLERANCE[dtype]
         assert error(got_total, total) < tolerance
         assert error(deferred.squares.double().sum(-1), total.double().square().sum(-1)) < (
             hidden * tolerance
         )
+        got = op(replace(deferred, squares=apart(deferred.squares)), second, second_bias)
         assert error(got, expected) < tolerance
 
 
@@ -253,6 +258,25 @@ def test_kernel_of_a_norm_between_two_linears(
     for dtype in (torch.float32, torch.float16):
         rows = 1 if tile.mode == "vector" else 21
         check_norm_between(add, gated, rows, launch_device, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("rows", [1, 20, 100, 300])
+def test_vectors_with_gaps_are_read_as_what_they_are(rows: int) -> None:
+    x, weight, bias = case(rows, 2048, 2048, torch.bfloat16, "cuda")
+    norm_weight = torch.rand_like(bias)
+    squares = torch.rand(rows, 4, device="cuda") * 1024
+    deferred = DeferredRMSNorm(x.contiguous(), squares, 1e-5)
+    for gated in (False, True):
+        got = linear(replace(deferred, squares=apart(squares)), weight, apart(bias), gated=gated)
+        assert torch.equal(got, linear(deferred, weight, bias, gated=gated))
+    for op in (linear_add, linear_add_norm):
+        got, total = op(x, weight, apart(bias), x, apart(norm_weight), 1e-5)
+        wanted, wanted_total = op(x, weight, bias, x, norm_weight, 1e-5)
+        assert torch.equal(total, wanted_total)
+        values = [each if isinstance(each, Tensor) else each.values for each in (got, wanted)]
+        assert error(*values) < TOLERANCE[torch.bfloat16]
 
 
 def check_linear_add_norm(

@@ -78,7 +78,7 @@ def linear(
     if isinstance(x, CodedRows):
         return reference.activate(_of_codes(x, weight, bias), gated, activation)
     values, squares, _ = taken_apart(x)
-    _check("linear", values, weight, bias)
+    bias = _checked_bias("linear", values, weight, bias)
     if gated and weight.shape[0] % 2:
         raise ValueError(f"linear: a gated weight must have an even N, got {tuple(weight.shape)}")
     if gated and activation == "quick_gelu":
@@ -128,7 +128,7 @@ def linear(
 
 def _of_codes(x: CodedRows, weight: Tensor | CodedWeight, bias: Tensor | None) -> Tensor:
     """The product of rows that are quantised already, in the form of the weight."""
-    _check("linear", x, weight, bias)
+    bias = _checked_bias("linear", x, weight, bias)
     if not isinstance(weight, Fp8Weight) or weight.row_form.pairs != x.pairs:
         raise ValueError(
             f"linear: rows in codes are multiplied by an Fp8Weight of their form, got "
@@ -170,7 +170,7 @@ def linear_add(
     Raises:
         ValueError: shapes or dtypes are not as above.
     """
-    _check_added("linear_add", x, weight, bias, residual, norm_weight)
+    bias = _checked_sum_bias("linear_add", x, weight, bias, residual, norm_weight)
     tile = _tile(x, weight, gated=False, ending="added")
     if tile is None:
         numbers = numbers_of(weight, x.dtype)
@@ -222,10 +222,10 @@ def linear_add_norm(
     Raises:
         ValueError: shapes or dtypes are not as above.
     """
-    _check_added("linear_add_norm", x, weight, bias, residual, norm_weight)
+    bias = _checked_sum_bias("linear_add_norm", x, weight, bias, residual, norm_weight)
     n, k = weight.shape
     rows = x.numel() // k
-    dense = all(t is None or t.is_contiguous() for t in (bias, norm_weight, norm_bias))
+    dense = all(t is None or t.is_contiguous() for t in (norm_weight, norm_bias))
     if isinstance(weight, Fp8Weight):
         if dense and rows and _applies_scales_later(x, weight):
             from engine_core.kernels.norm import triton as norm
@@ -356,7 +356,7 @@ def linear_rotary_store(
         ValueError: shapes, dtypes or strides are not as above.
     """
     values, squares, _ = (x, None, 0.0) if isinstance(x, CodedRows) else taken_apart(x)
-    _check("linear_rotary_store", values, weight, bias)
+    bias = _checked_bias("linear_rotary_store", values, weight, bias)
     num_kv_heads, head_dim = cache_parts(k_cache)[0].shape[2:]
     num_heads = weight.shape[0] // head_dim - 2 * num_kv_heads
     if num_heads < 1 or weight.shape[0] % head_dim:
@@ -504,9 +504,10 @@ def _check_invariant(
         )
 
 
-def _check(
+def _checked_bias(
     op: str, x: Tensor | CodedRows, weight: Tensor | CodedWeight, bias: Tensor | None
-) -> None:
+) -> Tensor | None:
+    """The bias as kernels read it, of shapes that fit."""
     out_features, in_features = weight.shape
     if x.shape[-1] != in_features or (bias is not None and bias.shape != (out_features,)):
         raise ValueError(
@@ -514,23 +515,25 @@ def _check(
             f"{None if bias is None else tuple(bias.shape)}; x's last dimension must be "
             f"{in_features} and bias [{out_features}]"
         )
+    return None if bias is None else bias.contiguous()
 
 
-def _check_added(
+def _checked_sum_bias(
     op: str,
     x: Tensor | CodedRows,
     weight: Tensor | CodedWeight,
     bias: Tensor | None,
     residual: Tensor,
     norm_weight: Tensor,
-) -> None:
-    _check(op, x, weight, bias)
+) -> Tensor | None:
+    bias = _checked_bias(op, x, weight, bias)
     shape = (*x.shape[:-1], weight.shape[0])
     if residual.shape != shape or norm_weight.shape != shape[-1:] or residual.dtype != x.dtype:
         raise ValueError(
             f"{op}: residual is {tuple(residual.shape)} {residual.dtype} and norm_weight "
             f"{tuple(norm_weight.shape)}; they must be {shape} {x.dtype} and {shape[-1:]}"
         )
+    return bias
 
 
 def _rotates_and_stores(
@@ -570,10 +573,8 @@ def _hopper_wins(
 ) -> bool:
     """Whether the kernel for Hopper takes this activated linear, and is faster."""
     n, k = weight.shape
-    values, squares, _ = taken_apart(x)
+    values, _, _ = taken_apart(x)
     if not values.is_cuda or not values.is_contiguous():
-        return False
-    if squares is not None and not squares.is_contiguous():
         return False
     if not has_activated_kernel(values.numel() // k, n, k, gpu_of(values.device), gated=gated):
         return False

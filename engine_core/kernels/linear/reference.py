@@ -42,8 +42,13 @@ class DeferredRMSNorm:
 
 
 def taken_apart(x: Tensor | DeferredRMSNorm) -> tuple[Tensor, Tensor | None, float]:
-    """Its values, and what they lack: squares, None if there is nothing to divide by, and eps."""
-    return (x.values, x.squares, x.eps) if isinstance(x, DeferredRMSNorm) else (x, None, 0.0)
+    """Its values, and what they lack: squares, None if there is nothing to divide by, and eps.
+
+    The squares are contiguous, as kernels read them.
+    """
+    if isinstance(x, DeferredRMSNorm):
+        return x.values, x.squares.contiguous(), x.eps
+    return x, None, 0.0
 
 
 def activate(x: Tensor, gated: bool, activation: Activation | None) -> Tensor:

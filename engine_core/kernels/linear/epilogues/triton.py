@@ -169,7 +169,7 @@ class Added(NamedTuple):
     @classmethod
     def of(cls, residual: Tensor, norm_weight: Tensor, tile: Tile, offset: float = 0.0) -> Added:
         """The epilogue for such tiles."""
-        residual = residual.contiguous()
+        residual, norm_weight = residual.contiguous(), norm_weight.contiguous()
         n = residual.shape[-1]
         parts = (residual.numel() // n, triton.cdiv(n, tile.block_n))
         squares = residual.new_empty(parts, dtype=torch.float32)

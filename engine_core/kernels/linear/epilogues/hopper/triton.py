@@ -375,6 +375,7 @@ def takes_rows(x: Tensor) -> bool:
     return (
         x.dtype in (torch.bfloat16, torch.float16)
         and rows.data_ptr() % 16 == 0
+        and rows.stride(0) > 0
         and rows.stride(0) % 8 == 0
         and rows.stride(1) == 1
     )
