@@ -27,7 +27,7 @@ from engine_core.kernels.linear import triton as few_rows
 from engine_core.kernels.linear.reference import Activation, activate
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_programs"])
+@triton.jit(do_not_specialize=["num_rows", "num_programs", "K"])
 def _matmul_kernel(
     out_desc,
     x_desc,
@@ -35,8 +35,8 @@ def _matmul_kernel(
     bias_ptr,
     num_rows,
     num_programs,
+    K,
     N: tl.constexpr,
-    K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -46,7 +46,8 @@ def _matmul_kernel(
 ):
     """Tiles of ``x [M, K] @ weight [N, K].T``; a program takes every ``num_programs``-th.
 
-    Eight tiles of rows share the tiles of the weight that they meet in the L2 cache.
+    Eight tiles of rows share the tiles of the weight that they meet in the L2 cache. K is no
+    constant: of a single step Triton would make the bias what its products are added to.
     """
     launch_dependents(PDL)
     ROW_TILES: tl.constexpr = 8
@@ -136,8 +137,8 @@ def linear(
         bias,
         num_rows,
         programs,
+        k,
         N=n,
-        K=k,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
