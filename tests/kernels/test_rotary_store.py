@@ -128,6 +128,25 @@ def test_kernel(options: dict[str, Any], launch_device: str) -> None:
     check(triton.rotary_store, *make(launch_device, **options))
 
 
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+            ],
+        ),
+    ],
+)
+def test_slots_may_have_gaps(device: str) -> None:
+    given, options = make(device)
+    given[-1] = given[-1].repeat_interleave(2)[::2]
+    check(rotary_store, given, options)
+
+
 @pytest.mark.usefixtures("cpu_path")
 def test_keys_are_left_alone() -> None:
     given, options = make(norm=True)

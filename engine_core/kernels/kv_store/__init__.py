@@ -40,6 +40,7 @@ def store_kv(
         ValueError: shapes, dtypes or strides are not as above.
     """
     check_store("store_kv", k, v, k_cache, v_cache, slot_mapping, kv_scales)
+    slot_mapping = slot_mapping.contiguous()
     if k.is_cuda:
         from engine_core.kernels.kv_store import triton
 

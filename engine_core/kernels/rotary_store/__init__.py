@@ -72,6 +72,7 @@ def rotary_store(
     check_store("rotary_store", k, v, k_cache, v_cache, slot_mapping, kv_scales)
     check_norms("rotary_store", q_weight, k_weight, k.shape[2])
     _check_scales(q, k, v, scales, bias)
+    slot_mapping = slot_mapping.contiguous()
     given = (q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
     norms: dict[str, Any] = {"q_weight": q_weight, "k_weight": k_weight, "eps": eps}
     norms |= {"interleaved": interleaved, "kv_scales": kv_scales}
