@@ -81,8 +81,10 @@ _LITTLE_LARGER = 1.25
 # kernels by the number of tokens up to 256, and quick steps multiples of QUICK_GRAIN.
 _QUICK_STEPS = ((1, 1), (2 * QUICK_GRAIN, 2), (500, 2), (1000, 20), (8000, 200))
 # Tokens of steps that together have all kernels of weights of few bits: the most that share a tile
-# of 16 to 256 rows, and some of which so many rows are missing that they come in boxes.
-_FEW_TOKENS = (16, 32, 48, 64, 80, 96, 128, 150, 192, 200, 256)
+# of 16 to 256 rows, some of which so many rows are missing that they come in boxes, and those of
+# blocks of 128 rows.
+_FEW_TOKENS = (16, 32, 48, 64, 80, 96, 128, 150, 192, 200, 256, 320, 384, 448, 512)
+_FEW_TOKENS += (640, 768, 896, 1024)
 
 
 @dataclass(frozen=True, slots=True)

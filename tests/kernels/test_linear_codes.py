@@ -26,6 +26,7 @@ from torch import Tensor
 from engine_core.kernels import DeferredRMSNorm, linear
 from engine_core.kernels.block_linear import FORMS
 from engine_core.kernels.gpu import GPU
+from engine_core.kernels.launch.quick import Quick, quickly
 from engine_core.kernels.linear import linear_add, linear_rotary_store
 from engine_core.kernels.linear.tiles import (
     BYTES_STEP,
@@ -96,6 +97,7 @@ CASES = [
     (Teams(Kind(4, 128, False, 1792), 2, more_rows=32), 96, 2, torch.float16),
     (Teams(Kind(4, 128, True, 1792), 2, more_rows=16), 66, 2, torch.bfloat16),
     (Teams(Kind(4, 128, True, 1280), 2, most_rows=128, more_rows=32), 160, 1, torch.float16),
+    (Teams(Kind(4, 128, False, 1280), 4), 300, 1, torch.bfloat16),
     # A scale for each row; the last step may be of a part of a block.
     (Teams(Kind(8, 0, False, 1280, torch.float32), 2, 80), 11, 4, torch.bfloat16),
     (Teams(Kind(8, 0, False, 272, torch.float32), 2, 80), 3, 1, torch.float16),
@@ -107,6 +109,7 @@ CASES = [
     (Teams(Kind(8, 0, False, 1328), 3, more_rows=32), 70, 2, torch.float16),
     (Teams(Kind(8, 0, False, 1280), 2, 80, more_rows=16), 80, 1, torch.bfloat16),
     (Teams(Kind(8, 0, False, 1280), 3, most_rows=128, more_rows=32), 131, 2, torch.bfloat16),
+    (Teams(Kind(8, 0, False, 1280), 3, most_rows=128), 300, 2, torch.float16),
     # The second product's rows come in boxes, or all at once.
     (Teams(Kind(8, 0, False, 1280), 2, most_rows=128, more_rows=64), 130, 2, torch.bfloat16),
     (Teams(Kind(8, 0, False, 1280), 2, most_rows=128, more_rows=64), 191, 1, torch.bfloat16),
@@ -464,7 +467,7 @@ def test_where_teams_were_seen_to_be_faster() -> None:
         assert chosen(28672, 4096, True, gpu) == [no] * 6
 
 
-MANY = (65, 96, 128, 160, 192, 256, 257)
+MANY = (65, 96, 128, 160, 192, 256, 512, 768, 1025)
 
 
 def of_teams(tiles: Iterable[Tile | None]) -> list[tuple[int, ...]]:
@@ -481,25 +484,32 @@ def test_how_teams_share_many_rows() -> None:
     def chosen(n: int, k: int, gated: bool, gpu: GPU | None = HOPPER) -> list[tuple[int, ...]]:
         return of_teams(choose_teams_tile(rows, n, k, gated, gpu) for rows in MANY)
 
-    narrow, halves, wide = (2, 64, 1), (2, 64, 2), (2, 128, 1)
+    narrow, halves, wide, wide_halves = (2, 64, 1), (2, 64, 2), (2, 128, 1), (2, 128, 2)
     assert chosen(28672, 4096, True) == [
         *((2, 80, 1), (2, 96, 1), wide),
-        *((2, 160, 1), (4, 64, 1), wide, ()),
+        *((2, 160, 1), (4, 64, 1), wide, wide, wide, ()),
     ]
     assert chosen(4096, 14336, False) == [
         *((2, 80, 4), (2, 96, 4), halves),
-        *((2, 160, 4), (2, 128, 2), (2, 128, 2), ()),
+        *((2, 160, 4), wide_halves, wide_halves, wide, wide_halves, ()),
     ]
-    assert chosen(4096, 4096, False) == [halves, halves, halves, narrow, narrow, narrow, ()]
+    # Some of many rows take numbers.
+    assert chosen(4096, 4096, False) == [*[halves] * 3, *[narrow] * 3, wide, (), ()]
     assert chosen(6144, 4096, False) == [
         *((2, 80, 2), (2, 96, 2), narrow),
-        *((2, 160, 2), wide, wide, ()),
+        *((2, 160, 2), wide, wide, narrow, (), ()),
     ]
-    assert chosen(2048, 8192, False) == [*[(2, 64, 4)] * 3, halves, halves, halves, ()]
+    assert chosen(2048, 8192, False) == [
+        *[(2, 64, 4)] * 3,
+        *(halves, halves, halves, wide_halves, wide, ()),
+    ]
     # Too few programs, and K of no whole steps.
-    assert chosen(512, 2048, False) == chosen(4096, 14464, False) == [()] * 7
+    assert chosen(512, 2048, False) == chosen(4096, 14464, False) == [()] * 9
     for gpu in (ADA, BLACKWELL, None):
-        assert chosen(28672, 4096, True, gpu) == [()] * 7
+        assert chosen(28672, 4096, True, gpu) == [()] * 9
+    # Kernels of all numbers of rows there are by numbers alone.
+    with quickly(Quick.PRODUCTS):
+        assert chosen(28672, 4096, True)[5:7] == [wide, ()]
 
 
 def test_a_gated_program_has_room_beside_that_of_a_short_run() -> None:
@@ -528,7 +538,7 @@ def test_teams_of_any_shape_fit_a_multiprocessor() -> None:
     module: Any = importlib.import_module("engine_core.kernels.linear.teams.hopper.triton")
     shapes, seen = random.Random(0), set()
     for _ in range(20_000):
-        rows, n = shapes.randint(1, 256), 64 * shapes.randint(4, shapes.choice((160, 1024)))
+        rows, n = shapes.randint(1, 1024), 64 * shapes.randint(4, shapes.choice((160, 1024)))
         k = shapes.choice((128, 1024)) * shapes.randint(2, 16)
         tile = choose_teams_tile(rows, n, k, shapes.random() < 0.5, HOPPER)
         if tile is None:
@@ -551,7 +561,7 @@ def test_teams_of_any_shape_fit_a_multiprocessor() -> None:
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("rows", [1, 32, 100])
+@pytest.mark.parametrize("rows", [1, 32, 100, 400])
 def test_the_engines_linears_take_teams_for_8_bits(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -584,30 +594,30 @@ def test_where_bytes_by_teams_were_seen_to_be_faster() -> None:
     """The measurements are in benchmarks/notes/quantisation.md."""
 
     def chosen(n: int, k: int, gated: bool, gpu: GPU | None = HOPPER) -> list[tuple[int, ...]]:
-        rows = (1, 32, 40, 64, 80, 96, 128, 160, 192, 256, 257)
+        rows = (1, 32, 40, 64, 80, 96, 128, 160, 192, 256, 768, 1025)
         return of_teams(choose_bytes_tile(each, n, k, gated, gpu) for each in rows)
 
     assert chosen(28672, 4096, True) == [
         *((2, 16, 1), (2, 32, 1), (2, 48, 1), (2, 64, 1), (2, 80, 1), (2, 96, 1)),
-        *((2, 128, 1), (2, 160, 1), (2, 192, 1), (2, 128, 1), ()),
+        *((2, 128, 1), (2, 160, 1), (2, 192, 1), (2, 128, 1), (3, 128, 1), ()),
     ]
     assert chosen(37888, 3584, True)[4:] == [
         *((3, 80, 1), (3, 96, 1), (3, 128, 1)),
-        *((3, 160, 1), (2, 192, 1), (3, 128, 1), ()),
+        *((3, 160, 1), (2, 192, 1), (3, 128, 1), (3, 128, 1), ()),
     ]
     assert chosen(4096, 14336, False) == [
         *((2, 16, 8), (2, 32, 4), (2, 64, 4), (2, 64, 4), (2, 80, 4), (2, 96, 4)),
-        *((2, 128, 4), (2, 160, 4), (2, 192, 4), (2, 128, 2), ()),
+        *((2, 128, 4), (2, 160, 4), (2, 192, 4), (2, 128, 2), (3, 128, 1), ()),
     ]
     assert chosen(4096, 4096, False) == [
         *((2, 16, 4), (2, 32, 4), (2, 48, 4), (2, 64, 4), (2, 80, 4), (2, 64, 2)),
-        *((2, 64, 2), (2, 64, 1), (2, 64, 1), (2, 64, 1), ()),
+        *((2, 64, 2), (2, 64, 1), (2, 64, 1), (2, 64, 1), (3, 128, 1), ()),
     ]
     # 33 to 64 rows of small weights, short ones, and such as make few programs.
     assert chosen(2048, 2048, False)[3] == ()
-    assert chosen(4096, 896, False) == chosen(128, 2048, False) == [()] * 11
+    assert chosen(4096, 896, False) == chosen(128, 2048, False) == [()] * 12
     for gpu in (ADA, BLACKWELL, None):
-        assert chosen(28672, 4096, True, gpu) == [()] * 11
+        assert chosen(28672, 4096, True, gpu) == [()] * 12
 
 
 def test_bytes_of_any_shape_fit_a_multiprocessor() -> None:
@@ -615,7 +625,7 @@ def test_bytes_of_any_shape_fit_a_multiprocessor() -> None:
     module: Any = importlib.import_module("engine_core.kernels.linear.teams.hopper.triton")
     shapes, seen = random.Random(0), set()
     for _ in range(5_000):
-        rows, n = shapes.randint(1, 256), 64 * shapes.randint(4, shapes.choice((160, 1024)))
+        rows, n = shapes.randint(1, 1024), 64 * shapes.randint(4, shapes.choice((160, 1024)))
         k, gated = 8 * shapes.randint(256, 2048), shapes.random() < 0.5
         tile = choose_bytes_tile(rows, n, k, gated, HOPPER)
         if tile is None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine_core.kernels import DeferredRMSNorm, GroupWeight, linear
 from engine_core.kernels.gpu import GPU
 from engine_core.kernels.linear.groups import pack_codes, quantize_groups
-from engine_core.kernels.linear.tiles import choose_group_tile
+from engine_core.kernels.linear.tiles import choose_group_tile, choose_one_row_tile
 from engine_core.nn.quantization import Int4Matrix
 
 HOPPER, ADA, TURING = (GPU.of_capability(each) for each in ((9, 0), (8, 9), (7, 5)))
@@ -284,6 +284,22 @@ def test_few_rows_have_a_tile() -> None:
         assert choose_group_tile(65, n, k, False, HOPPER, 64) is None
         assert choose_group_tile(1, n, k, False, TURING) is None
         assert choose_group_tile(1, n, k, False, None) is None
+
+
+def test_narrow_and_short_weights_have_small_tiles() -> None:
+    """Columns and splits; the measurements are in benchmarks/notes/quantisation.md."""
+
+    def chosen(n: int, k: int, gated: bool) -> list[tuple[int, int]]:
+        tiles = (choose_group_tile(rows, n, k, gated, HOPPER) for rows in (1, 16, 32, 64, 128))
+        return [(tile.block_n, tile.splits) for tile in tiles if tile is not None]
+
+    assert chosen(896, 896, False) == [(32, 4), (32, 4), (32, 2), (32, 2), (32, 1)]
+    assert chosen(896, 4864, False) == [(64, 8)] * 4 + [(64, 4)]
+    assert chosen(9728, 896, True) == [(64, 2)] * 4 + [(64, 1)]
+    assert chosen(1536, 1536, False) == [(64, 4)] * 4 + [(64, 2)]
+    assert choose_one_row_tile(1536, HOPPER) is not None
+    for k, gpu in ((1280, HOPPER), (4096, HOPPER), (1536, ADA), (1536, None)):
+        assert choose_one_row_tile(k, gpu) is None
 
 
 @pytest.mark.gpu

@@ -514,12 +514,14 @@ def choose_group_tile(
     until multiprocessors have programs enough. With capability 9.0 chosen by times of Llama 3 8B's
     linears in 4 bits, us a layer by 1, 32 and 128 rows: 69, 92 and 199, of the fastest tiles for
     each 68, 88 and 190, and of bfloat16 120, 122 and 134. More than 64 rows of a program spill, so
-    that rows come in blocks of 64.
+    that rows come in blocks of 64. Narrow and short weights have :func:`_small_group_tile`.
     """
     known = gpu is not None and gpu.capability >= (8, 0)
     if gpu is None or not known or not 0 < rows <= (most_rows or MOST_GROUP_ROWS) or k % 8:
         return None
     outputs = n // 2 if gated else n
+    if table_of(gpu) is HOPPER and (outputs < 2048 or k < 2048):
+        return _small_group_tile(rows, outputs, k, gated, gpu.num_multiprocessors)
     if table_of(gpu) is not HOPPER:
         tile = Tile(64, 128, 1, "wx", 8 if gated and rows > 64 else 4, 2 if rows > 64 else 3, 256)
         enough = 1.5 if rows <= 64 else 0
@@ -537,6 +539,47 @@ def choose_group_tile(
     while splits > 1 and k < 512 * splits:
         splits //= 2
     return replace(tile, splits=splits)
+
+
+def choose_one_row_tile(k: int, gpu: GPU | None) -> Tile | None:
+    """The tile of one row by 8-bit codes with scales of whole rows, or None where others are.
+
+    A program has whole rows of the weight. us on an H200 with the tile of
+    :func:`choose_group_tile` and with this: 2048x1536 5.1, 4.0; 1536x1536 6.2, 5.0; 17920x1536,
+    gated, 15.1, 13.8. Where columns are no multiple of a step it takes two to four times as long.
+    """
+    if table_of(gpu) is not HOPPER or k % 512 or k > 2048:
+        return None
+    return Tile(4, 512, 1, "vector", 4, 3)
+
+
+def _small_group_tile(rows: int, outputs: int, k: int, gated: bool, room: int) -> Tile:
+    """The tile of weights that give few programs, or short ones: 64 columns, or 32 if those do.
+
+    K is split until there are programs enough, but into runs that are long enough. Within 1 to 5%
+    on average of the fastest of 12 tiles for 12 weights of 0.5B, 1.5B and between, in 4 and in 8
+    bits, on an H200, where splits of 512 columns at least, and 128 output columns for 17 to 32
+    rows, took 12, 10, 29, 9 and 19% longer with 1, 16, 32, 64 and 128 rows. us of these, with 4
+    bits, by the tiles before and by these: 896x896 7.7, 5.3; 7.8, 5.5; 9.9, 7.1; 10.2, 8.6; 13.4,
+    9.6. 1536x1536 8.3, 6.4; 8.7, 7.0; 11.1, 7.6; 11.3, 9.2; 14.7, 11.0.
+    """
+    if rows <= 16:
+        stages, enough, least, wide = 4 if gated else 6, 1.2, 224, 0.5
+    elif rows <= 64:
+        stages, enough, least, wide = 4, 1.2 if rows <= 32 else 0.8, 384, 0.25
+    else:
+        stages, enough, least, wide = 3, 0.8, 512, 0.25
+    most_rows, most_splits = 64 if rows > 64 else 128, 2 if gated else 8
+    block_n, splits = 0, 1
+    for block_n in (64, 32):
+        programs, splits = -(-outputs // block_n) * -(-rows // most_rows), 1
+        while (
+            splits < most_splits and programs * splits < room * enough and k >= 2 * least * splits
+        ):
+            splits *= 2
+        if programs * splits >= room * wide:
+            break
+    return Tile(block_n, 128, splits, "wx", 4, stages, 1024, most_rows=most_rows)
 
 
 # Output columns of a program that multiplies by 4-bit codes on Hopper.
@@ -580,6 +623,29 @@ def choose_codes_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -
     )
 
 
+# Rows up to which teams multiply by codes where they are faster than by the numbers.
+MOST_TEAMS_ROWS = 1024
+
+
+def _most_rows_of_teams() -> int:
+    """By numbers quick steps of many rows have the kernels of all others."""
+    return MOST_GROUP_ROWS if is_quick(Quick.PRODUCTS) else MOST_TEAMS_ROWS
+
+
+def _in_blocks(rows: int) -> int:
+    """As many rows as their tile is chosen for: whole blocks of 128 of many, for few variants."""
+    return rows if rows <= MOST_GROUP_ROWS else -(-rows // 128) * 128
+
+
+def _numbers_us(rows: int, n: int, k: int, bits: int) -> float:
+    """Microseconds on an H200 of making numbers of codes and multiplying ``rows`` by these.
+
+    As by 140 times of 257 to 1024 rows by ten weights: numbers take 1.25 times as long as the bytes
+    that are read and written at 4.28 TB/s.
+    """
+    return n * k * ((bits / 8 + 2) * 1.25 / 4.28e6 + 2 * (rows + 64) / 850e6) + 5
+
+
 # Programs of teams that have room at once: the least share that has to be there.
 _TEAMS_SHARE = 0.8
 # Rows of a program of teams with two products, each of a power of 2.
@@ -597,7 +663,8 @@ def choose_teams_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -
     """The tile of 4-bit codes by teams, or None where another takes less.
 
     For more than 64 rows :func:`_teams_of_many_rows` says which, and for more than 32 of a gated
-    weight that has not nearly one program a multiprocessor. Else it is None where teams were not
+    weight that has not nearly one program a multiprocessor; for more than 256 they are compared
+    with numbers. Else it is None where teams were not
     seen to be faster by the times of Llama 3 8B's linears on an H200, us with the tile of
     :func:`choose_codes_tile` and with this. 28672x4096, gated: 16 rows 24.6, 19.1; 32 rows 25.6,
     21.1; 64 rows 54.7 (with the tile of :func:`choose_group_tile`), 40.4. 32 rows by 4096x14336
@@ -608,12 +675,12 @@ def choose_teams_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -
     """
     if gpu is None or gpu.capability != (9, 0) or k < 2048 or k % 256:
         return None
-    if not 2 <= rows <= MOST_GROUP_ROWS:
+    if not 2 <= rows <= _most_rows_of_teams():
         return None
     room = gpu.num_multiprocessors
     outputs = n // 2 if gated else n
     if rows > 64:
-        return _teams_of_many_rows(rows, outputs, k, gated, room)
+        return _teams_of_many_rows(_in_blocks(rows), outputs, k, gated, room)
     block_n, teams, splits, registers = CODES_BLOCK_N, 2, 1, 0
     stages, least, ahead = 4, 8, False
     if gated:
@@ -693,7 +760,18 @@ def _teams_of_many_rows(rows: int, outputs: int, k: int, gated: bool, room: int)
                 more_rows=more,
             )
             found.append((turns * run_us, tile))
-    return min(found, key=lambda each: each[0], default=(0.0, None))[1]
+    return _faster_than_numbers(found, rows, outputs * (2 if gated else 1), k, 4)
+
+
+def _faster_than_numbers(
+    found: list[tuple[float, Tile]], rows: int, n: int, k: int, bits: int
+) -> Tile | None:
+    """The one of least microseconds; for many rows None if the numbers take no longer."""
+    us, tile = min(found, key=lambda each: each[0], default=(0.0, None))
+    # What is said of turns is a tenth too much on average.
+    if rows > MOST_GROUP_ROWS and us * 0.9 >= _numbers_us(rows, n, k, bits):
+        return None
+    return tile
 
 
 # Microseconds on an H200 of a step of 128 columns of 8-bit codes by two teams with so many rows of
@@ -701,11 +779,11 @@ def _teams_of_many_rows(rows: int, outputs: int, k: int, gated: bool, room: int)
 # flight; and of three teams.
 _BYTES_SHARED = {16: 0.6, 32: 0.83, 48: 0.9, 64: 0.94, 80: 1.2, 96: 1.32}
 _BYTES_ALONE = {
-    16: 0.41, 32: 0.45, 48: 0.55, 64: 0.52, 80: 0.72, 96: 0.8, 128: 0.85, 160: 1.13, 192: 1.2,
+    16: 0.41, 32: 0.45, 48: 0.55, 64: 0.52, 80: 0.72, 96: 0.8, 128: 0.85, 160: 1.16, 192: 1.2,
 }  # fmt: skip
 _BYTES_OF_THREE = {80: 1.06, 96: 1.1, 128: 1.25, 160: 1.55}
-# Of splitting K once more, and of each million of sums that splits leave.
-_BYTES_SPLIT, _BYTES_SUMS = 1.3, 2.7
+# Of a launch, of splitting K once more, and of each million of sums that splits leave.
+_BYTES_BEGIN, _BYTES_SPLIT, _BYTES_SUMS = 3.7, 1.3, 2.7
 # Steps from which a program is faster that leaves another no room, and the least part of the
 # multiprocessors that has a program. Bytes of tiles in flight, by teams and programs that share a
 # multiprocessor.
@@ -729,9 +807,10 @@ def choose_bytes_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -
     """
     if gpu is None or gpu.capability != (9, 0) or k < 2048 or k % 8:
         return None
-    if not 0 < rows <= MOST_GROUP_ROWS or (32 < rows <= 64 and n * k < _BYTES_LEAST_CODES):
+    if not 0 < rows <= _most_rows_of_teams() or (32 < rows <= 64 and n * k < _BYTES_LEAST_CODES):
         return None
-    return _bytes_tile(rows, n // 2 if gated else n, k, gated, gpu.num_multiprocessors)
+    outputs = n // 2 if gated else n
+    return _bytes_tile(_in_blocks(rows), outputs, k, gated, gpu.num_multiprocessors)
 
 
 def _rows_of_teams(rows: int) -> list[int]:
@@ -797,8 +876,8 @@ def _bytes_tile(rows: int, outputs: int, k: int, gated: bool, multiprocessors: i
             teams=teams,
             more_rows=more,
         )
-        found.append((us, tile))
-    return min(found, key=lambda each: each[0], default=(0.0, None))[1]
+        found.append((_BYTES_BEGIN + us, tile))
+    return _faster_than_numbers(found, rows, outputs * (2 if gated else 1), k, 8)
 
 
 # Columns at most of a program that multiplies integers on Hopper.

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from engine_core.kernels import GPU, gpu_of
-from engine_core.kernels.linear.tiles import MOST_GROUP_ROWS
+from engine_core.kernels.linear.tiles import MOST_GROUP_ROWS, MOST_TEAMS_ROWS
 from engine_core.nn.quantization.packed import integer_groups, puts_in_order
 from engine_core.nn.quantization.scheme import QuantizationScheme
 
@@ -186,6 +186,10 @@ def _is(kind: str) -> Callable[[WeightForm], bool]:
 
 _ROUNDED_TO_NEAREST = "; a tool that calibrates comes nearer"
 _TO_NUMBERS = f"more than {MOST_GROUP_ROWS} turn the weights into numbers first"
+_MORE_TO_NUMBERS = (
+    f"more than {MOST_TEAMS_ROWS}, or than {MOST_GROUP_ROWS} where that is faster, turn the "
+    "weights into numbers first"
+)
 
 FACTS = (
     Fact(
@@ -322,9 +326,9 @@ FACTS = (
         "cuda",
         "steps of more than 128 tokens take longer than with bfloat16 weights: on an H200 linears "
         "of 4 bits, in groups of 128, take 0.5 times as long with 1 to 32 tokens, 0.7 with 64, 1.0 "
-        "with 72, 0.9 with 128, 1.3 with 192 and 1.2 with 256; with weights of fewer than 2048 "
-        "columns, or of columns that are no multiple of 256, steps of more than 64 may; "
-        f"{_TO_NUMBERS}",
+        "with 72, 0.9 with 128 and 1.1 to 1.3 with 192 to 1024; with weights of fewer than "
+        "2048 columns, or of columns that are no multiple of 256, steps of any size may; "
+        f"{_MORE_TO_NUMBERS}",
         capabilities=_HOPPER,
     ),
     Fact(
@@ -361,7 +365,7 @@ FACTS = (
         "steps of more than 96 tokens take longer than with bfloat16 weights: on an H200 one of a "
         "model of 8B weights with a scale for each row takes 0.65 times as long with 1 token, 0.75 "
         "with 32, 0.8 with 64, 0.9 with 72, 1.1 with 100, 1.0 with 128 and 1.1 with 160 to 256; "
-        f"with weights of fewer than 2048 columns steps of more than 64 may; {_TO_NUMBERS}",
+        f"with weights of fewer than 2048 columns steps of any size may; {_MORE_TO_NUMBERS}",
         capabilities=_HOPPER,
     ),
     Fact(

@@ -306,6 +306,10 @@ class GroupWeight(CodedWeight):
         if self.words.data_ptr() % 16 or not (narrow or fits_group(self.group_size)):
             return None
         n, k = self.shape
+        if rows == 1 and self.bits == 8 and not self.group_size:
+            tile = tiles.choose_one_row_tile(k, gpu)
+            if tile is not None:
+                return tile
         limit = _LEAST_QUANTIZED - 1 if self.quantizes_rows else None
         tile = tiles.choose_group_tile(rows, n, k, gated, gpu, limit)
         if tile is None:

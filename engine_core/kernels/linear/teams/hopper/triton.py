@@ -1,4 +1,4 @@
-"""Linears of up to 256 rows by codes on Hopper, by teams: warp groups that share x, in Gluon.
+"""Linears of up to 1024 rows by codes on Hopper, by teams: warp groups that share x, in Gluon.
 
 One warp brings tiles of x, codes, scales and zeros to shared memory, some steps ahead. Two to four
 teams multiply, each 64 rows of the weight. With a team a program, as in
@@ -56,10 +56,10 @@ from engine_core.kernels.linear.tiles import Tile
 
 _FAMILY = Family(
     "4-bit linears by teams",
-    "Steps of 2 to 64 rows take up to a tenth longer, of 65 to 256 up to half as long again",
+    "Steps of 2 to 64 rows take up to a tenth longer, of 65 to 1024 up to half as long again",
 )
 _OF_BYTES = Family(
-    "8-bit linears by teams", "Steps of up to 256 rows take up to half as long again"
+    "8-bit linears by teams", "Steps of up to 1024 rows take up to half as long again"
 )
 
 # Rows of the weight of a team, and columns of a group. A step has RUNS of so many: two of codes of
@@ -702,11 +702,12 @@ def fits(x: Tensor, weight: GroupWeight) -> bool:
 def _in_boxes(rows: int, block_m: int, more: int) -> bool:
     """Whether the last of ``rows`` come in several boxes: many of their product are missing.
 
-    A program has ``block_m`` and ``more`` of them. Where it has 64 alone that changes nothing.
+    A program has ``block_m`` and ``more`` of them. Where it has 64 alone that changes nothing, and
+    more blocks than four have few in which rows are missing.
     """
     if more:
         return block_m + more - rows > _MOST_MISSING
-    return block_m > 64 and -rows % block_m > _MOST_MISSING
+    return block_m > 64 and rows <= 4 * block_m and -rows % block_m > _MOST_MISSING
 
 
 def is_trusted(like: Tensor, weight: GroupWeight, tile: Tile, ending: str) -> bool:
