@@ -19,6 +19,6 @@ def _begin_greedy(self: _Graphs, state: Any, *, later: Iterable[GraphKey], **mor
 
 
 _Graphs.__init__ = _begin_greedy  # type: ignore[method-assign]
-DecodeGraphs._compile_others = lambda self: None  # type: ignore[method-assign]
+DecodeGraphs._compile_others = lambda self: iter(())  # type: ignore[method-assign]
 
 MODULE_MAP: dict[str, str] = {}

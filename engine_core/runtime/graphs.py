@@ -67,7 +67,7 @@ logger = logging.getLogger(__name__)
 # eighth at most.
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, *range(96, 160, 16), *range(160, 256, 8))
 _BUCKETS += (*range(256, 512, 32), *range(512, 1025, 64))
-# Weights that are packed have kernels for so many rows; by cuBLAS 96 take no longer.
+# On Hopper weights of few bits have kernels for so many rows; by cuBLAS 96 take no longer.
 _PACKED_BUCKET = 80
 # Host buffers in rotation: more than there can be steps in flight.
 _RING = 8
@@ -78,13 +78,15 @@ _APART, _PROMPTS_APART = 32, 1000
 # own kernels, however long that takes the device.
 _LITTLE_LARGER = 1.25
 # Tokens and rows of quick steps that launch what those of all shapes do. Weights of few bits have
-# kernels by the number of tokens up to 256, and quick steps multiples of QUICK_GRAIN.
+# kernels by the number of tokens up to 256 there, and quick steps multiples of QUICK_GRAIN.
 _QUICK_STEPS = ((1, 1), (2 * QUICK_GRAIN, 2), (500, 2), (1000, 20), (8000, 200))
 # Tokens of steps that together have all kernels of weights of few bits: the most that share a tile
 # of 16 to 256 rows, some of which so many rows are missing that they come in boxes, and those of
 # blocks of 128 rows.
-_FEW_TOKENS = (16, 32, 48, 64, 80, 96, 128, 150, 192, 200, 256, 320, 384, 448, 512)
-_FEW_TOKENS += (640, 768, 896, 1024)
+_FEW_TOKENS = (
+    *(16, 32, 48, 64, 80, 96, 128, 150, 192, 200, 256),
+    *(320, 384, 448, 512, 640, 768, 896, 1024),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,8 +295,10 @@ class _Graphs(ABC):
         every = dict.fromkeys((*at_start, *later))
         self._expected = tuple(key for key in every if not key.quick)
         self._graphs: dict[GraphKey, Captured] = {}
-        # Whether all that is expected was captured, as somebody took the time to ask for.
+        # Whether all that is expected was captured, as somebody took the time to ask for; and what
+        # is left of the rest.
         self._complete = False
+        self._rest: Iterator[None] | None = None
         self._capturer = state.capturer(self._device)
         # Bytes that the largest step takes, if others may be captured before it.
         self._largest_bytes = 0
@@ -304,7 +308,7 @@ class _Graphs(ABC):
     def forget(self) -> None:
         """Drop all graphs, as there is more state per row or token than when captured."""
         self._graphs.clear()
-        self._complete = False
+        self._complete, self._rest = False, None
         self._ran = None
         self._state.since_capture = None
 
@@ -344,7 +348,7 @@ class _Graphs(ABC):
         Returns:
             False if there is none left, or too little memory, or one could not be captured. True
             also if its kernels are still being compiled, after a moment. Last of all, the kernels
-            of steps without a graph are compiled.
+            of steps without a graph are compiled, a step at a time.
         """
         if self._state.since_capture is None:
             self._state.since_capture = _APART  # who may be idle has others that wait
@@ -358,9 +362,13 @@ class _Graphs(ABC):
             self._state.compiles.ready(self._others if key is None else key, PATIENCE)
             return True
         if key is None and not self._complete:
-            self._state.compiles.wait(self._others)
-            self._complete = True
-            self._compile_others()
+            if self._rest is None:
+                self._state.compiles.wait(self._others)
+                self._rest = self._compile_others()
+            if next(self._rest, self) is not self:
+                self._state.compiles.late += 1
+                return True
+            self._complete, self._rest = True, None
         if key is None or not self._state.ahead:
             return False
         free = min(self._state.agreement.gather(self._capturer.free_memory()))
@@ -459,8 +467,11 @@ class _Graphs(ABC):
         )
 
     @abstractmethod
-    def _compile_others(self) -> None:
-        """Run what no graph is captured for beforehand, so that no request waits for a compile."""
+    def _compile_others(self) -> Iterator[None]:
+        """Run what no graph is captured for beforehand, so that no request waits for a compile.
+
+        A part at a time: a request may come between two of them.
+        """
 
     @abstractmethod
     def _prepare(self, key: GraphKey) -> _Prepared:
@@ -556,7 +567,7 @@ class DecodeGraphs(_Graphs):
         # Whether the step that begins next does without a capture, and has loaded its kernel.
         self._spared = False
 
-    def _compile_others(self) -> None:
+    def _compile_others(self) -> Iterator[None]:
         # Those of adjusted choice, which is made by the logits until it is captured, and those of
         # choices in which the host has a part, which are made by logits in float32.
         captured = self._graphs[self._keys[Choice.GREEDY][0]].logits
@@ -582,6 +593,7 @@ class DecodeGraphs(_Graphs):
         adjustments = Adjustments(zeros(dtype=torch.int32), bans, zeros(dtype=torch.int64))
         choose(logits, adjustments)
         choose(of_host, adjustments)
+        return iter(())
 
     def offer(self, count: int, choice: Choice | None) -> Choice | None:
         """The choice that a step of ``count`` rows makes by itself; None to choose by its logits.
@@ -856,20 +868,27 @@ def _odd_steps(
 ) -> list[GraphKey]:
     """Steps that launch what steps without a graph do, of any number of tokens and rows.
 
-    Of 1,023 tokens gate and up of most models have Hopper's kernel, which has a variant for weights
-    of few bits that were just turned into numbers. Of many prompts a cache that is ``coded`` has
-    kernels by powers of 2, and one for those that have no room as numbers. Weights that are
-    ``packed`` have some by few tokens: those of more than steps that decode have are still to come.
+    Of 1,023 and of 2,047 tokens gate and up of most models have Hopper's kernel, which has a
+    variant for weights of few bits that were just turned into numbers, as up to 1,024 tokens they
+    seldom are. Of many prompts a cache that is ``coded`` has kernels by powers of 2, and one for
+    those that have no room as numbers. Weights that are ``packed`` have some by few tokens: those
+    of more than steps that decode have are still to come.
     """
     decode = ROWS_BESIDE[0]
     counts = [count for count in (128, 256, 512, 1024) if count < max_rows] + [max_rows]
     many = [(250, count) for count in counts] if coded else []
     keys = []
-    for least, rows in [(250, 3), (991, 3), (2050, 3), *many]:
+    full = [(2015, 3)] if packed else []
+    for least, rows in [(250, 3), (991, 3), *full, (2050, 3), *many]:
         tokens = min(max(least, rows), max_num_batched_tokens)
         keys.append(GraphKey(decode + tokens, decode, min(rows, tokens, max_rows)))
-    most = min(max_num_batched_tokens, _FEW_TOKENS[-1]) if packed else 0
-    keys += [GraphKey(count, 0, 1) for count in _FEW_TOKENS if max_rows < count <= most]
+    few = [count for count in _FEW_TOKENS if packed and count > max_rows]
+    # Of more tokens than those of prompts some are of rows that decode.
+    for count in few:
+        most = max_num_batched_tokens
+        beside = next((size for size in (0, *ROWS_BESIDE) if count - size <= most), None)
+        if beside is not None and (beside == 0 or beside // 2 < max_rows):
+            keys.append(GraphKey(count, beside, 1))
     return [*dict.fromkeys(keys)]
 
 
@@ -1099,10 +1118,11 @@ class GraphSteps(_Graphs):
 
         return _Prepared(step, room, numbers)
 
-    def _compile_others(self) -> None:
+    def _compile_others(self) -> Iterator[None]:
         # For odd numbers of tokens kernels are compiled anew.
         for key in self._odd:
             self._prepare(key).step()
+            yield
 
     def _padding(self, key: GraphKey) -> tuple[StepBatch, Tensor]:
         """A step of this shape in which there is nothing but padding, and its numbers."""

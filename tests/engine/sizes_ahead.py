@@ -9,9 +9,11 @@ launch, and the names of those that only steps without a graph launch.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import product
 from unittest.mock import patch
@@ -22,6 +24,7 @@ from engine_core import EngineConfig
 from engine_core.engine.beside import Rehearsal
 from engine_core.engine.rehearsal import rehearse
 from engine_core.kernels import GPU
+from engine_core.kernels.launch.gluon import Family
 from engine_core.runtime import graphs
 from engine_core.runtime.ahead import Need, Part
 from engine_core.runtime.compiles import QUICK
@@ -88,13 +91,17 @@ def without_graphs(start: Rehearsal) -> list[str]:
         else:
             known.add(part.key)
 
-    def run_more(steps: GraphSteps) -> None:
-        compile_others(steps)
+    def run_more(steps: GraphSteps) -> Iterator[None]:
+        yield from compile_others(steps)
         ended.append(True)
         for (decode, least), tokens, rows in product(decoding, TOKENS, PROMPTS):
             if rows <= min(tokens, most - least):
                 steps._prepare(GraphKey(decode + tokens, decode, rows)).step()
         ended.clear()
+        # What was tried for these is tried by steps that are still to come, too.
+        for each in gc.get_objects():
+            if isinstance(each, Family):
+                each._right.clear()
 
     with patch.object(GraphSteps, "_compile_others", run_more):
         rehearse(start, note, lambda step, keys: None)
