@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine_core.kernels import GPU, CodedRows, Fp8Weight
+from engine_core.kernels import GPU, CodedRows, Fp8Weight, GroupWeight
 from engine_core.nn import (
     MLP,
     DecoderLayer,
@@ -24,8 +25,10 @@ from engine_core.nn import (
     LayerNorm,
     RMSNorm,
     SelfAttention,
+    SiluAndMul,
     SparseMoE,
     build_down_linear,
+    build_gateup_linear,
     build_qkv_proj,
 )
 from engine_core.nn.blocks import agree, link_layers
@@ -42,6 +45,7 @@ from engine_core.nn.fusions import fusions
 from engine_core.nn.linear import Linear, LinearMethod, UnquantizedLinearMethod
 from engine_core.nn.quantization.fp8 import Fp8LinearMethod
 from engine_core.nn.quantization.fp8_checkpoint import Fp8CheckpointMethod, Fp8Layout
+from engine_core.nn.quantization.groups import GroupAtLoadMethod
 from engine_core.runtime.eager import ForwardPass
 from engine_core.step_context import AttentionMetadata, BuildContext, GroupMetadata, building
 
@@ -519,6 +523,32 @@ def context(**options: Any) -> BuildContext:
 
 def declined(linear: Linear, epilogue: Epilogue, rows: int) -> str | None:
     return linear.declined(epilogue, Call(rows, torch.bfloat16, H200))
+
+
+def test_a_gate_by_codes_is_activated_where_many_rows_are_multiplied_by_these() -> None:
+    with building(context()):
+        linear = build_gateup_linear(4096, [14336, 14336])
+    activated = Activated(SiluAndMul())
+
+    def fuses(weight: GroupWeight, bits: int, **options: Any) -> list[bool]:
+        linear.method, linear.packed = GroupAtLoadMethod(bits, weight.group_size), weight
+        for name, value in options.items():
+            setattr(linear.method, name, value)
+        return [declined(linear, activated, rows) is None for rows in (256, 300, 512, 1200)]
+
+    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    scales, zeros = empty(32, 28672, dtype=torch.float16), empty(32, 28672, dtype=torch.int8)
+    words = empty(28672, 32, 32, dtype=torch.int16)
+    of_groups = GroupWeight(words, scales, zeros, 4096, 128, torch.bfloat16)
+    assert fuses(of_groups, 4) == [True, True, True, False]
+    assert fuses(replace(of_groups, group_size=64), 4)[:2] == [True, False]
+    rows = empty(28672, dtype=torch.float32)
+    words = empty(28672, 32, 32, dtype=torch.int32)
+    of_rows = GroupWeight(words, rows, None, 4096, 0, torch.bfloat16)
+    assert fuses(of_rows, 8) == [True, True, True, False]
+    assert fuses(replace(of_rows, quantizes_rows=True), 8, quantizes_rows=True)[1] is False
 
 
 def test_what_does_not_agree_says_why() -> None:

@@ -702,10 +702,10 @@ def _tile(
         if ending is not None and isinstance(weight, GroupWeight):
             if weight.group_size in (16, 32):
                 choices = [tiles.choose_blocks_tile(*shape, weight.block_kind)]
-            elif weight.bits == 8:
-                choices = [] if weight.quantizes(shape[0]) else [tiles.choose_bytes_tile(*shape)]
             else:
-                choices = [tiles.choose_teams_tile(*shape), tiles.choose_codes_tile(*shape)]
+                choices = [weight.tile_of_teams(shape[0], gated, shape[-1])]
+                if weight.bits == 4:
+                    choices.append(tiles.choose_codes_tile(*shape))
             for tile in choices:
                 if tile is not None and _hopper_takes(x, weight, tile, ending):
                     return tile

@@ -103,8 +103,15 @@ class GroupMethod(UnquantizedLinearMethod):
         return call.dtype in _SIXTEEN_BITS and choose_group_tile(*shape, limit) is not None
 
     def activates(self, layer: Linear, call: Call, gated: bool, activation: str) -> bool:
-        """As a plain weight's: many rows are multiplied by the numbers."""
-        return not self.quantizes_rows and super().activates(layer, call, gated, activation)
+        """As a plain weight's, whose numbers many rows are multiplied by, or by codes."""
+        packed = layer.packed
+        if self.quantizes_rows:
+            return False
+        if gated and activation == "silu" and isinstance(packed, GroupWeight):
+            by_codes = packed.tile_of_teams(call.rows, gated, call.gpu)
+            if by_codes is not None and call.dtype in _SIXTEEN_BITS:
+                return True
+        return super().activates(layer, call, gated, activation)
 
     def adds_residual(self, layer: Linear, call: Call) -> bool:
         """Not by itself."""

@@ -323,6 +323,14 @@ class GroupWeight(CodedWeight):
         half = gpu.capability < (9, 0)
         return replace(tile, block_n=32) if half else replace(tile, num_warps=8)
 
+    def tile_of_teams(self, rows: int, gated: bool, gpu: GPU | None) -> tiles.Tile | None:
+        """The tile of Hopper's kernel of teams; None where others are faster."""
+        shape = (rows, *self.shape, gated, gpu)
+        if self.bits == 8:
+            fits = not self.group_size and not self.quantizes(rows)
+            return tiles.choose_bytes_tile(*shape) if fits else None
+        return tiles.choose_teams_tile(*shape) if self.group_size == BLOCK else None
+
     def reader(self) -> Any:
         """Four codes a word."""
         from engine_core.kernels.linear.readers.triton import GroupReader
