@@ -110,6 +110,8 @@ CASES = [
     (Teams(Kind(8, 0, False, 1280), 2, 80, more_rows=16), 80, 1, torch.bfloat16),
     (Teams(Kind(8, 0, False, 1280), 3, most_rows=128, more_rows=32), 131, 2, torch.bfloat16),
     (Teams(Kind(8, 0, False, 1280), 3, most_rows=128), 300, 2, torch.float16),
+    # Of more than four blocks the last does not come in boxes.
+    (Teams(Kind(8, 0, False, 1280), 2, most_rows=128), 600, 1, torch.bfloat16),
     # The second product's rows come in boxes, or all at once.
     (Teams(Kind(8, 0, False, 1280), 2, most_rows=128, more_rows=64), 130, 2, torch.bfloat16),
     (Teams(Kind(8, 0, False, 1280), 2, most_rows=128, more_rows=64), 191, 1, torch.bfloat16),
@@ -539,15 +541,19 @@ def test_teams_of_any_shape_fit_a_multiprocessor() -> None:
     shapes, seen = random.Random(0), set()
     for _ in range(20_000):
         rows, n = shapes.randint(1, 1024), 64 * shapes.randint(4, shapes.choice((160, 1024)))
-        k = shapes.choice((128, 1024)) * shapes.randint(2, 16)
-        tile = choose_teams_tile(rows, n, k, shapes.random() < 0.5, HOPPER)
+        k, gated = shapes.choice((128, 1024)) * shapes.randint(2, 16), shapes.random() < 0.5
+        tile = choose_teams_tile(rows, n, k, gated, HOPPER)
         if tile is None:
             continue
         seen.add((tile.teams, tile.max_registers, tile.ahead))
         block_m = min(tile.most_rows, max(tile.least_rows, 1 << (rows - 1).bit_length()))
         block_m += tile.more_rows
         step = tile.teams * 64 * (128 + 2 * 5) + 2 * block_m * 256
-        assert tile.num_stages * step + 1024 <= 227 * 1024
+        # Heads that are rotated bring each team's results to their order.
+        alone = not gated and tile.splits == 1
+        beside = tile.teams * tile.most_rows * 128 if alone else 0
+        # Of barriers, 16 bytes for each tile in flight.
+        assert tile.num_stages * (step + 16) + beside <= 227 * 1024
         # The warp that loads is one of four, and without a bound a launch has all that there are.
         threads = 128 * (tile.teams + 1)
         launched = tile.max_registers or 65536 // threads // 8 * 8

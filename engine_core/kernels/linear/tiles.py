@@ -500,8 +500,9 @@ def _tile_of_32_rows(n: int, k: int, gpu: GPU, parted: bool) -> ProductTile:
     return ProductTile(64, parts, max(3, min(most, -(-k // (128 * parts)))))
 
 
-# Rows up to which codes of groups are multiplied as they are. For more they become numbers first,
-# which writes and reads 4 bytes for each code; up to here cuBLAS's time is that of reading weights.
+# Rows up to which the portable kernel multiplies codes of groups as they are. For more they become
+# numbers first, which writes and reads 4 bytes for each code; up to here cuBLAS's time is that of
+# reading weights.
 MOST_GROUP_ROWS = 256
 
 
@@ -520,7 +521,7 @@ def choose_group_tile(
     if gpu is None or not known or not 0 < rows <= (most_rows or MOST_GROUP_ROWS) or k % 8:
         return None
     outputs = n // 2 if gated else n
-    if table_of(gpu) is HOPPER and (outputs < 2048 or k < 2048):
+    if table_of(gpu) is HOPPER and (k < 2048 or (outputs < 2048 and not gated)):
         return _small_group_tile(rows, outputs, k, gated, gpu.num_multiprocessors)
     if table_of(gpu) is not HOPPER:
         tile = Tile(64, 128, 1, "wx", 8 if gated and rows > 64 else 4, 2 if rows > 64 else 3, 256)
@@ -573,10 +574,13 @@ def _small_group_tile(rows: int, outputs: int, k: int, gated: bool, room: int) -
     block_n, splits = 0, 1
     for block_n in (64, 32):
         programs, splits = -(-outputs // block_n) * -(-rows // most_rows), 1
-        while (
-            splits < most_splits and programs * splits < room * enough and k >= 2 * least * splits
-        ):
-            splits *= 2
+        while splits < most_splits and programs * splits < room * enough:
+            more = 2 * splits
+            # Steps of 128 columns of each; the last one has some, too.
+            steps = -(-k // (128 * more))
+            if k < least * more or steps * (more - 1) * 128 >= k:
+                break
+            splits = more
         if programs * splits >= room * wide:
             break
     return Tile(block_n, 128, splits, "wx", 4, stages, 1024, most_rows=most_rows)
@@ -663,15 +667,15 @@ def choose_teams_tile(rows: int, n: int, k: int, gated: bool, gpu: GPU | None) -
     """The tile of 4-bit codes by teams, or None where another takes less.
 
     For more than 64 rows :func:`_teams_of_many_rows` says which, and for more than 32 of a gated
-    weight that has not nearly one program a multiprocessor; for more than 256 they are compared
-    with numbers. Else it is None where teams were not
-    seen to be faster by the times of Llama 3 8B's linears on an H200, us with the tile of
-    :func:`choose_codes_tile` and with this. 28672x4096, gated: 16 rows 24.6, 19.1; 32 rows 25.6,
-    21.1; 64 rows 54.7 (with the tile of :func:`choose_group_tile`), 40.4. 32 rows by 4096x14336
-    16.9, 13.9; by 4096x4096 7.8, 7.2; but by 6144x4096 8.5, 9.3 at best, and 16 rows by 4096x14336
-    13.2, 13.2. Only where all programs have room at once, and few multiprocessors are left without
-    one. In layers of 32 rows, where launches follow one another, 4096x14336 takes 0.5 us less with
-    three tiles in flight than with four, and 4096x4096 0.3 with three and half of the registers.
+    weight that has not nearly one program a multiprocessor. For more than 256 it is None where
+    numbers are faster. Else it is None where teams were not seen to be faster by the times of Llama
+    3 8B's linears on an H200, us with the tile of :func:`choose_codes_tile` and with this.
+    28672x4096, gated: 16 rows 24.6, 19.1; 32 rows 25.6, 21.1; 64 rows 54.7 (with the tile of
+    :func:`choose_group_tile`), 40.4. 32 rows by 4096x14336 16.9, 13.9; by 4096x4096 7.8, 7.2; but
+    by 6144x4096 8.5, 9.3 at best, and 16 rows by 4096x14336 13.2, 13.2. Only where all programs
+    have room at once, and few multiprocessors are left without one. In layers of 32 rows, where
+    launches follow one another, 4096x14336 takes 0.5 us less with three tiles in flight than with
+    four, and 4096x4096 0.3 with three and half of the registers.
     """
     if gpu is None or gpu.capability != (9, 0) or k < 2048 or k % 256:
         return None
@@ -737,7 +741,7 @@ def _teams_of_many_rows(rows: int, outputs: int, k: int, gated: bool, room: int)
     found: list[tuple[float, Tile]] = []
     for (teams, of_program), step_us in _TEAMS_STEPS.items():
         block_m, more = _TWO_PRODUCTS.get(of_program, (of_program, 0))
-        if (teams > 2 and not gated) or (more and rows > of_program):
+        if (teams > 2 and not gated) or (more and not block_m < rows <= of_program):
             continue
         if rows <= 64 < of_program:
             continue

@@ -326,8 +326,9 @@ FACTS = (
         "cuda",
         "steps of more than 128 tokens take longer than with bfloat16 weights: on an H200 linears "
         "of 4 bits, in groups of 128, take 0.5 times as long with 1 to 32 tokens, 0.7 with 64, 1.0 "
-        "with 72, 0.9 with 128 and 1.1 to 1.3 with 192 to 1024; with weights of fewer than "
-        "2048 columns, or of columns that are no multiple of 256, steps of any size may; "
+        "with 72, 0.9 with 128, 1.3 with 192, 1.2 with 256, 1.5 with 257 and 1.1 to 1.25 with 384 "
+        "to 1024; with weights of fewer than 2048 columns, or of columns that are no multiple of "
+        "256, steps of any size may; "
         f"{_MORE_TO_NUMBERS}",
         capabilities=_HOPPER,
     ),
@@ -365,6 +366,7 @@ FACTS = (
         "steps of more than 96 tokens take longer than with bfloat16 weights: on an H200 one of a "
         "model of 8B weights with a scale for each row takes 0.65 times as long with 1 token, 0.75 "
         "with 32, 0.8 with 64, 0.9 with 72, 1.1 with 100, 1.0 with 128 and 1.1 with 160 to 256; "
+        "linears take 1.4 times as long with 257 and 1.1 to 1.25 with 384 to 1024; "
         f"with weights of fewer than 2048 columns steps of any size may; {_MORE_TO_NUMBERS}",
         capabilities=_HOPPER,
     ),
