@@ -157,7 +157,7 @@ def drawn(count: int, seed: int) -> list[Draw]:
     return found
 
 
-def opened(draw: Draw, layers: int, folder: Path) -> LLM:
+def opened(draw: Draw, layers: int, folder: Path, **options: Any) -> LLM:
     """An engine with random weights of the shape, with room for the rows."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(draw.config(layers)))
@@ -174,6 +174,7 @@ def opened(draw: Draw, layers: int, folder: Path) -> LLM:
             max_num_seqs=draw.rows,
             max_num_batched_tokens=max(prompt, 2048),
             kv_cache_memory=cache,
+            **options,
         ),
     )
 
