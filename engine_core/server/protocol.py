@@ -409,6 +409,19 @@ class TextPart(ShowingBody):
     type: Literal["text"]
     text: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _shows_nothing(cls, value: Any) -> Any:
+        """Refuse a part of another type where a message has text alone, in one sentence."""
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind in _PART_TAGS:
+            raise PydanticCustomError(
+                "shown_elsewhere",
+                "'{kind}' is a part of a user's message alone; move it to one",
+                {"kind": kind},
+            )
+        return value
+
 
 Detail = Literal["auto", "low", "high", "original"]
 """How closely a client wants a picture looked at. No effect: ``mm_processor_kwargs`` say it."""

@@ -235,6 +235,21 @@ CHAT: dict[str, Any] = {
             {"messages": [{"role": "user", "content": [{"type": "input_audio", "uuid": "a"}]}]},
             "messages.0.content.0.input_audio has 'audio', and SlowLlama takes text alone",
         ),
+        *(
+            (
+                {
+                    "messages": [
+                        {
+                            "role": role,
+                            "content": [{"type": "image_url", "image_url": {"url": "data:"}}],
+                            **({"tool_call_id": "a"} if role == "tool" else {}),
+                        }
+                    ]
+                },
+                "messages.0.content.0: 'image_url' is a part of a user's message alone; move",
+            )
+            for role in ("system", "assistant", "tool")
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "image": "/a.png"}]}]},
             "messages.0.content.0.type: Input should be 'text'",
