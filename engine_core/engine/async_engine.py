@@ -1120,9 +1120,12 @@ class AsyncEngine(HasFrontend):
         member.send("add", sequences)
         if timeout is not None:
             left = timeout - (time.monotonic() - state.arrival_time)
-            stream._timer = self._loop.call_later(
-                max(0.0, left), self._time_out, weakref.ref(stream), timeout
-            )
+            if left > 0:
+                stream._timer = self._loop.call_later(
+                    left, self._time_out, weakref.ref(stream), timeout
+                )
+            else:  # an answer could come before a timer
+                self._time_out(weakref.ref(stream), timeout)
         return stream
 
     def _route(self, sequences: list[NewSequence]) -> Ticket:

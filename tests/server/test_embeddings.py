@@ -212,10 +212,7 @@ def test_many_at_once_and_those_that_run_out_of_time(bert: tuple[ServerProcess, 
             pool.submit(post, server, "/v1/embeddings", input=each, timeout=1e-6) for each in texts
         ]
         made = [pool.submit(post, server, "/v1/embeddings", input=each) for each in texts]
-    # What is made before anybody looks at the clock is given.
-    ended = [each.result().status_code for each in late]
-    assert {*ended} <= {200, 408}
-    assert ended.count(408) > len(ended) / 2
+    assert {each.result().status_code for each in late} == {408}
     wanted = [expected(model, [2, 15, 3]), expected(model, [2, 5, 7, 9, 3])] * 6
     for each, vector in zip(made, wanted, strict=True):
         data = each.result().json()["data"]
