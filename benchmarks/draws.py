@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -215,18 +215,14 @@ def measure(
     return steady / 1e3, times[1], said
 
 
-def prepare(arguments: argparse.Namespace, chosen: list[int]) -> None:
-    """Compile the kernels of the chosen draws, several at a time."""
+def prepare(script: str, runs: Sequence[Sequence[str]], processes: int) -> None:
+    """Compile what runs of a script with these arguments and two layers do, several at a time."""
     begin = time.perf_counter()
-    waiting, running = list(chosen), []
+    waiting, running = list(runs), []
     while waiting or running:
-        while waiting and len(running) < arguments.prepare:
-            own = ["--seed", str(arguments.seed), "--draws", str(arguments.draws)]
-            only = ["--only", str(waiting.pop(0)), "--layers", "2", "--seconds", "0.01"]
-            only += [f"--try={text}" for text in arguments.tries]
-            running.append(
-                subprocess.Popen([sys.executable, __file__, *own, *only], stdout=subprocess.DEVNULL)
-            )
+        while waiting and len(running) < processes:
+            command = [sys.executable, script, *waiting.pop(0), "--layers", "2"]
+            running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
         running = [process for process in running if process.poll() is None]
         time.sleep(0.05)
     print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)
@@ -250,7 +246,10 @@ def main() -> None:
     if arguments.only is not None:
         chosen = [int(part) for part in arguments.only.split(",")]
     if arguments.prepare and not arguments.dry_run:
-        prepare(arguments, chosen)
+        own = ["--seed", str(arguments.seed), "--draws", str(arguments.draws)]
+        own += ["--seconds", "0.01", *(f"--try={text}" for text in arguments.tries)]
+        runs = [["--only", str(number), *own] for number in chosen]
+        prepare(__file__, runs, arguments.prepare)
     ratios: list[tuple[float, int]] = []
     print("draw: step ms, its floor, ratio; first token ms, its floor, ratio; clock and power")
     with tempfile.TemporaryDirectory() as folder:

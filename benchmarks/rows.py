@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,25 +29,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks.decode import fill_cache, place_rows, wait_for_kernels
-from benchmarks.draws import Draw, drawn, opened
+from benchmarks.draws import Draw, drawn, opened, prepare
 from benchmarks.gpu import release
+from benchmarks.workloads import SHAPES
 from engine_core import own_process
 
+# Those of benchmarks/workloads.py that fit.
+_DENSE = ("qwen2_0_5b", "llama3_2_1b", "qwen2_5_7b", "llama3_8b", "qwen3_8b")
 # Hidden and intermediate size, layers, heads of queries and keys, their width, the vocabulary, and
-# whether it is tied.
-PUBLISHED = {
-    "qwen2.5-0.5b": (896, 4864, 24, 14, 2, 64, 151936, True),
-    "qwen3-0.6b": (1024, 3072, 28, 16, 8, 128, 151936, True),
-    "llama3.2-1b": (2048, 8192, 16, 32, 8, 64, 128256, True),
-    "qwen2.5-1.5b": (1536, 8960, 28, 12, 2, 128, 151936, True),
-    "qwen3-1.7b": (2048, 6144, 28, 16, 8, 128, 151936, True),
-    "llama3.2-3b": (3072, 8192, 28, 24, 8, 128, 128256, True),
-    "qwen2.5-3b": (2048, 11008, 36, 16, 2, 128, 151936, True),
-    "qwen3-4b": (2560, 9728, 36, 32, 8, 128, 151936, True),
-    "qwen2.5-7b": (3584, 18944, 28, 28, 4, 128, 152064, False),
-    "llama3-8b": (4096, 14336, 32, 32, 8, 128, 128256, False),
-    "qwen3-8b": (4096, 12288, 36, 32, 8, 128, 151936, False),
-    "qwen2.5-14b": (5120, 13824, 48, 40, 8, 128, 152064, False),
+# whether it is tied; rows and tokens are those of a run.
+PUBLISHED = {name: Draw.of(SHAPES[name], 1, 1) for name in _DENSE} | {
+    "qwen3_0_6b": Draw(1024, 3072, 28, 16, 8, 128, 151936, True, 1, 1),
+    "qwen2_5_1_5b": Draw(1536, 8960, 28, 12, 2, 128, 151936, True, 1, 1),
+    "qwen3_1_7b": Draw(2048, 6144, 28, 16, 8, 128, 151936, True, 1, 1),
+    "llama3_2_3b": Draw(3072, 8192, 28, 24, 8, 128, 128256, True, 1, 1),
+    "qwen2_5_3b": Draw(2048, 11008, 36, 16, 2, 128, 151936, True, 1, 1),
+    "qwen3_4b": Draw(2560, 9728, 36, 32, 8, 128, 151936, True, 1, 1),
+    "qwen2_5_14b": Draw(5120, 13824, 48, 40, 8, 128, 152064, False, 1, 1),
 }
 # Both sides of where another graph or another kernel begins.
 ROWS = (
@@ -77,10 +73,8 @@ def above_trend(times: Mapping[int, float]) -> dict[int, float]:
 
 def shape(name: str, rows: int, tokens: int) -> Draw:
     """A published model's, or a draw's by its number."""
-    if name in PUBLISHED:
-        return Draw(*PUBLISHED[name], rows, tokens)
-    number = int(name)
-    return drawn(number + 1, 1)[number]._replace(rows=rows, tokens=tokens)
+    found = PUBLISHED[name] if name in PUBLISHED else drawn(int(name) + 1, 1)[-1]
+    return found._replace(rows=rows, tokens=tokens)
 
 
 def step_ms(graphs: Any, count: int, tokens: int) -> float:
@@ -112,21 +106,6 @@ def measure(own: Draw, folder: Path, rows: Sequence[int], options: dict[str, Any
         found = [step_ms(runner._decode_graphs, count, own.tokens) for count in rows]
     release()
     return found
-
-
-def prepare(names: list[str], processes: int, more: list[str]) -> None:
-    """Compile the kernels of all shapes, several at a time."""
-    begin = time.perf_counter()
-    waiting, running = list(names), []
-    while waiting or running:
-        while waiting and len(running) < processes:
-            name = waiting.pop(0)
-            which = [name] if name in PUBLISHED else ["--draw", name]
-            command = [sys.executable, __file__, *which, *more, "--layers", "2"]
-            running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
-        running = [process for process in running if process.poll() is None]
-        time.sleep(0.05)
-    print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)
 
 
 def show(name: str, times: Mapping[int, float], floors: Mapping[int, float]) -> None:
@@ -166,7 +145,8 @@ def main() -> None:
         more = ["--kv-cache-dtype", arguments.kv_cache_dtype, "--rows", arguments.rows]
         if arguments.quantization:
             more += ["--quantization", arguments.quantization]
-        prepare(names, arguments.prepare, more)
+        runs = [[*([name] if name in PUBLISHED else ["--draw", name]), *more] for name in names]
+        prepare(__file__, runs, arguments.prepare)
     for name in names:
         own = shape(name, rows[-1], arguments.tokens)._replace(layers=arguments.layers)
         floors = {count: 1e3 * own._replace(rows=count).step_floor() for count in rows}

@@ -38,12 +38,12 @@ def test_shapes_are_those_of_published_models_and_of_draws() -> None:
     done = run("--dry-run", "--rows", "1,256")
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()[::2]] == list(PUBLISHED)
-    done = run("--dry-run", "llama3-8b", "--draw", "0", "--rows", "256,1", "--layers", "32")
+    done = run("--dry-run", "llama3_8b", "--draw", "0", "--rows", "256,1", "--layers", "32")
     shapes = done.stdout.splitlines()
     assert "hidden=1280" in shapes[2]
     # Of 8.03B weights in bfloat16, but for the embedding, at 4.28 TB/s.
     first = float(shapes[1].split(";")[0].split(":")[1])
     assert first == pytest.approx(2 * 7.505e9 / 4.28e9, rel=0.01)
-    done = run("--dry-run", "llama3-9b")
+    done = run("--dry-run", "llama3_9b")
     assert done.returncode == 2
-    assert "no shape 'llama3-9b'; there are qwen2.5-0.5b" in done.stderr
+    assert "no shape 'llama3_9b'; there are qwen2_0_5b" in done.stderr
