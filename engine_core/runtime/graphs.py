@@ -855,12 +855,16 @@ def _steps_beside(max_chunk: int, max_rows: int) -> Iterator[GraphKey]:
     More prompts than there are cost programs that end at once, so these have room for several, and
     the longer ones for many.
     """
-    for fewer, decode in pairwise((0, *ROWS_BESIDE)):
-        if fewer < max_rows - 1:
-            for tokens in sizes_beside(decode, max_chunk):
-                likely = min(max(8, tokens // 64), max_rows - 1, _PREFILL_ROWS[-1])
-                prefill = next(size for size in _PREFILL_ROWS if size >= likely)
-                yield GraphKey(decode + tokens, decode, prefill)
+    for decode in _rows_beside(max_rows):
+        for tokens in sizes_beside(decode, max_chunk):
+            likely = min(max(8, tokens // 64), max_rows - 1, _PREFILL_ROWS[-1])
+            prefill = next(size for size in _PREFILL_ROWS if size >= likely)
+            yield GraphKey(decode + tokens, decode, prefill)
+
+
+def _rows_beside(max_rows: int) -> list[int]:
+    """Rows that decode, as many as they are filled up to, beside one prompt at least."""
+    return [decode for fewer, decode in pairwise((0, *ROWS_BESIDE)) if fewer < max_rows - 1]
 
 
 def _odd_steps(
@@ -883,11 +887,11 @@ def _odd_steps(
         tokens = min(max(least, rows), max_num_batched_tokens)
         keys.append(GraphKey(decode + tokens, decode, min(rows, tokens, max_rows)))
     few = [count for count in _FEW_TOKENS if packed and count > max_rows]
-    # Of more tokens than those of prompts some are of rows that decode.
     for count in few:
-        most = max_num_batched_tokens
-        beside = next((size for size in (0, *ROWS_BESIDE) if count - size <= most), None)
-        if beside is not None and (beside == 0 or beside // 2 < max_rows):
+        # Of more tokens than those of prompts some are of rows that decode.
+        fitting = (0, *_rows_beside(max_rows))
+        beside = next((each for each in fitting if count - each <= max_num_batched_tokens), None)
+        if beside is not None:
             keys.append(GraphKey(count, beside, 1))
     return [*dict.fromkeys(keys)]
 
