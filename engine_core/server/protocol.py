@@ -413,12 +413,11 @@ class TextPart(ShowingBody):
     @classmethod
     def _shows_nothing(cls, value: Any) -> Any:
         """Refuse a part of another type where a message has text alone, in one sentence."""
-        kind = value.get("type") if isinstance(value, dict) else None
-        if isinstance(kind, str) and kind in _PART_TAGS:
+        if isinstance(value, dict) and _part_kind(value) != "TextPart":
             raise PydanticCustomError(
                 "shown_elsewhere",
                 "'{kind}' is a part of a user's message alone; move it to one",
-                {"kind": kind},
+                {"kind": value["type"]},
             )
         return value
 

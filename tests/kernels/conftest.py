@@ -41,6 +41,19 @@ def launch_device() -> str:
     return "cpu"
 
 
+_ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=_ON_GPU)])
+def each_device(request: pytest.FixtureRequest) -> str:
+    """The devices of an operation that the engine calls, one after another."""
+    device: str = request.param
+    return device
+
+
 @pytest.fixture
 def on_hopper() -> None:
     """The kernels in Gluon run here; else the test is skipped."""

@@ -549,9 +549,9 @@ def test_teams_of_any_shape_fit_a_multiprocessor() -> None:
         block_m = min(tile.most_rows, max(tile.least_rows, 1 << (rows - 1).bit_length()))
         block_m += tile.more_rows
         step = tile.teams * 64 * (128 + 2 * 5) + 2 * block_m * 256
-        # Heads that are rotated bring each team's results to their order.
-        alone = not gated and tile.splits == 1
-        beside = tile.teams * tile.most_rows * 128 if alone else 0
+        # A gate and up, and heads that are rotated, bring each team's results to their order.
+        alone = tile.teams * (64 if gated else tile.most_rows) * 128
+        beside = alone if tile.splits == 1 else 1024
         # Of barriers, 16 bytes for each tile in flight.
         assert tile.num_stages * (step + 16) + beside <= 227 * 1024
         # The warp that loads is one of four, and without a bound a launch has all that there are.

@@ -128,21 +128,8 @@ def test_kernel(options: dict[str, Any], launch_device: str) -> None:
     check(triton.rotary_store, *make(launch_device, **options))
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-            ],
-        ),
-    ],
-)
-def test_slots_may_have_gaps(device: str) -> None:
-    given, options = make(device)
+def test_slots_may_have_gaps(each_device: str) -> None:
+    given, options = make(each_device)
     given[-1] = given[-1].repeat_interleave(2)[::2]
     check(rotary_store, given, options)
 
